@@ -1,0 +1,1 @@
+"""Networks and what they mean; imports nothing else of this project."""

@@ -1,0 +1,168 @@
+"""What every drafter promises, and the records that pass between data, training and decoding.
+
+Shape legend of the whole project
+    B batch (rows)          S sequence (positions)      A anchors (blocks) per row
+    K draft tokens of a block (num_draft_tokens)        Q query slots of a block (K, or K + 1 in the in_place layout)
+    L captured target layers    D hidden size           H heads         N cache slots
+    V target vocabulary     W draft vocabulary          C candidates    R supervised rows
+Masks are True = keep. Layer ids are 0-based indices of the decoder layer whose output is taken.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from models.sampling import Sampler
+from models.spec import TargetSpec
+
+
+class SlotLayout(StrEnum):
+    """Where a block's predictions sit.
+
+    anchor_first (DeepSpec): K slots; slot 0 holds the newest known token and slot j predicts the token after slot j.
+    in_place (z-lab): K + 1 slots; slot 0 only holds the newest known token and slot j predicts the token at slot j.
+    """
+
+    anchor_first = "anchor_first"
+    in_place = "in_place"
+
+
+@dataclass
+class DraftBatch:
+    """Training batch, right-padded. Record ids stay in the data set; `anchors` were drawn from them by the collator."""
+
+    input_ids: Tensor  # [B, S] int64
+    position_ids: Tensor  # [B, S] int64, restarting with every document
+    document_ids: Tensor  # [B, S] int64, -1 = padding
+    loss_mask: Tensor  # [B, S] bool, True = the token at this position is supervised
+    features: Tensor  # [B, S, L*D], layers concatenated in ascending order
+    last_hidden: Tensor  # [R, D] target's last hidden state after the final norm, supervised rows only
+    last_hidden_ids: Tensor  # [B, S] int64, row of last_hidden that predicts the token after this position, or -1
+    anchors: Tensor  # [B, A] int64 positions, -1 = unused
+
+    def to(self, device: torch.device) -> "DraftBatch":
+        return DraftBatch(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
+
+
+@dataclass
+class DraftLoss:
+    """Sums, not means: the trainer divides by denominators taken over the whole optimiser step.
+
+    `numerators[term]` is differentiable and carries the term's weight; its denominator is
+    `Drafter.denominators(batch)[term]`. `metrics[name]` is (sum, count), scalars or one entry per slot.
+    """
+
+    numerators: dict[str, Tensor]
+    metrics: dict[str, tuple[Tensor, Tensor]]
+
+
+@dataclass
+class Proposal:
+    """Draft tokens and the exact probabilities they were sampled from (float32)."""
+
+    tokens: Tensor  # [B, K] int64
+    probs: Tensor  # [B, K, V] or, with candidate_ids, [B, K, C]
+    lengths: Tensor  # [B] int64, tokens beyond are not proposed
+    candidate_ids: Tensor | None = None  # [B, K, C] int64 target ids of the columns of probs
+    confidence: Tensor | None = None  # [B, K] predicted P(accepted | prefix accepted)
+    parents: Tensor | None = None  # [B, K] int64 index of the parent draft token, -1 = root; None = a chain
+
+
+class DraftState(Protocol):
+    """A drafter's memory of B running requests: rolls back by length, compacts by index."""
+
+    lengths: Tensor  # [B] int64, positions whose features it has seen
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows, in this order (int64 indices)."""
+        ...
+
+
+class Proposer(Protocol):
+    """The three callables of speculative decoding; every argument and result is batched and ragged."""
+
+    needs_features: bool
+    num_draft_tokens: int
+
+    def start(self, tokens: Tensor, features: Tensor, counts: Tensor, capacity: int) -> DraftState:
+        """tokens [B, S] and features [B, S, L*D] of the prompts, counts [B] valid positions; room for `capacity`."""
+        ...
+
+    def propose(self, state: DraftState, last: Tensor, sampler: Sampler, num_draft_tokens: int) -> Proposal:
+        """last [B]: the newest committed token, at position `state.lengths`, not yet seen by the target."""
+        ...
+
+    def advance(self, state: DraftState, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+        """tokens [B, Q] just verified with the features [B, Q, L*D] of their positions; counts [B] of them are kept."""
+        ...
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What an engine's file holds: config.json fields, weight renames and the weights it needs beside the drafter's."""
+
+    config: dict[str, Any]
+    renames: dict[str, str]
+    with_embedding: bool
+
+
+class Drafter(nn.Module, ABC):
+    """A trainable drafter. One subclass = one file in models/ and one yaml in conf/model/.
+
+    The target's frozen embedding and head are bound as plain tensors, so they stay outside sharding, the optimiser
+    and checkpoints; `bind` must be called before any forward.
+    """
+
+    needs_features = True
+    num_draft_tokens: int
+    target_layer_ids: tuple[int, ...]
+    slot_layout: SlotLayout
+    spec: TargetSpec
+    embedding: Tensor  # [V, D]
+    head: Tensor  # [V, D]
+
+    def bind(self, embedding: Tensor, head: Tensor) -> Self:
+        """Lend the target's embedding [V, D] and head [V, D]; they are never trained, moved or saved."""
+        expected = (self.spec.vocab_size, self.spec.hidden_size)
+        for name, tensor in (("embedding", embedding), ("head", head)):
+            if tuple(tensor.shape) != expected:
+                raise ValueError(f"target {name} has shape {tuple(tensor.shape)}, the drafter was built for {expected}")
+        self.embedding, self.head = embedding.detach(), head.detach()
+        return self
+
+    @abstractmethod
+    def forward(self, batch: DraftBatch) -> DraftLoss: ...
+
+    @abstractmethod
+    def denominators(self, batch: DraftBatch) -> dict[str, Tensor]:
+        """Supervised slots times static position weight per term, known before the forward (float64 scalars)."""
+
+    @abstractmethod
+    def start(self, tokens: Tensor, features: Tensor, counts: Tensor, capacity: int) -> DraftState: ...
+
+    @abstractmethod
+    def propose(self, state: Any, last: Tensor, sampler: Sampler, num_draft_tokens: int) -> Proposal: ...
+
+    @abstractmethod
+    def advance(self, state: Any, tokens: Tensor, features: Tensor, counts: Tensor) -> None: ...
+
+    @abstractmethod
+    def native_config(self) -> dict[str, Any]:
+        """The drafter's own fields of our config.json (JSON values only); `from_native` is its inverse."""
+
+    @classmethod
+    @abstractmethod
+    def from_native(cls, config: Mapping[str, Any], spec: TargetSpec) -> "Drafter": ...
+
+    @abstractmethod
+    def serving(self, engine: str) -> Serving:
+        """Raises ValueError when `engine` cannot serve this drafter."""
+
+    def warm_start_layers(self) -> nn.ModuleList | None:
+        """Decoder layers with Hugging Face parameter names that may start from the target's last ones."""
+        return None

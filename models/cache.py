@@ -1,0 +1,68 @@
+"""Preallocated keys and values of ragged rows: write in place, roll back by length, compact by index."""
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Slot n of a row holds position n, so a row's length is both its next slot and its next position.
+
+    Slots at or beyond a row's length hold leftovers that masks must hide; the next write replaces them.
+    Buffers are [B, H, N, head size] per layer, allocated at the first write (layers may differ in shape).
+    """
+
+    def __init__(self, num_layers: int, batch_size: int, capacity: int, device: torch.device) -> None:
+        self.capacity = capacity
+        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self._keys: list[Tensor | None] = [None] * num_layers
+        self._values: list[Tensor | None] = [None] * num_layers
+        self._slots = torch.empty(0, dtype=torch.int64, device=device)  # [B, Q] of the step in progress
+        self._width = 0  # slots that the step in progress may look at
+        self._start = 0  # first slot of the step if all rows share it, else -1
+
+    def begin(self, num_new: int) -> Tensor:
+        """Open a step that writes `num_new` slots a row; returns their positions [B, Q]."""
+        shortest, longest = (int(x) for x in torch.aminmax(self.lengths))
+        assert longest + num_new <= self.capacity, f"cache of {self.capacity} slots cannot take {longest} + {num_new}"
+        self._slots = self.lengths[:, None] + torch.arange(num_new, device=self.lengths.device)
+        self._width = longest + num_new
+        self._start = longest if shortest == longest else -1
+        return self._slots
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store [B, H, Q, d] at the open step's slots; returns views of the first `width` slots."""
+        if self._keys[layer] is None:
+            batch, heads, _, size = keys.shape
+            self._keys[layer] = keys.new_zeros(batch, heads, self.capacity, size)
+            self._values[layer] = values.new_zeros(batch, values.shape[1], self.capacity, values.shape[3])
+        return self._store(self._keys[layer], keys), self._store(self._values[layer], values)
+
+    def _store(self, buffer: Tensor | None, new: Tensor) -> Tensor:
+        assert buffer is not None
+        if self._start >= 0:
+            buffer[:, :, self._start : self._width] = new
+        else:
+            rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
+            buffer[rows, :, self._slots] = new.transpose(1, 2)
+        return buffer[:, :, : self._width]
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H, longest, d] of the committed slots (shorter rows end in leftovers)."""
+        keys, values = self._keys[layer], self._values[layer]
+        assert keys is not None and values is not None, "read before the first write"
+        longest = int(self.lengths.max())
+        return keys[:, :, :longest], values[:, :, :longest]
+
+    def visible(self) -> Tensor:
+        """Causal mask [B, 1, Q, width] of the open step: a query sees its row's slots up to its own."""
+        return (torch.arange(self._width, device=self._slots.device) <= self._slots[..., None])[:, None]
+
+    def advance(self, counts: Tensor) -> None:
+        """Commit the first `counts` [B] slots of the open step; the rest is forgotten."""
+        self.lengths = self.lengths + counts
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows, in this order."""
+        self.lengths = self.lengths[rows]
+        self._keys = [None if buffer is None else buffer[rows] for buffer in self._keys]
+        self._values = [None if buffer is None else buffer[rows] for buffer in self._values]

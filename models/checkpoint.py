@@ -1,0 +1,186 @@
+"""Drafter folders: save and load our own format, read and write DeepSpec's; refuse unknown or missing keys.
+
+Native folder: config.json (`format_version`, `drafter`, `slot_layout`, `num_draft_tokens`, `target_layer_ids`,
+`mask_token_id`, `target`, the drafter's own options), model.safetensors (trained weights only, float32 or as trained).
+The target's embedding and head are not inside; `load_drafter` binds them. DeepSpec folders hold copies of both.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import get_class
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from models.base import Drafter
+from models.files import read_json, write_atomic, write_json
+from models.spec import TargetSpec
+
+FORMAT_VERSION = 1
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+# Architectures of DeepSpec checkpoints and the drafter that reads them.
+DEEPSPEC_ARCHITECTURES = {"Qwen3DSparkModel": "models.dspark.DSpark"}
+
+
+@dataclass(frozen=True)
+class LoadedDrafter:
+    """A drafter with embedding and head bound where the folder held them."""
+
+    drafter: Drafter
+    format: str  # native or deepspec
+    bound: bool
+
+
+def save_drafter(drafter: Drafter, folder: Path, *, target: Mapping[str, str]) -> None:
+    """Write config.json and model.safetensors. `target` names it: name, config_sha256, weights_sha256."""
+    config = {
+        "format_version": FORMAT_VERSION,
+        "drafter": f"{type(drafter).__module__}.{type(drafter).__qualname__}",
+        "target": {**target, "spec": drafter.spec.to_dict()},
+        **drafter.native_config(),
+    }
+    weights = {name: tensor.detach().contiguous() for name, tensor in drafter.state_dict().items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / WEIGHTS, lambda path: save_file(weights, path, metadata={"format": "pt"}))
+    write_json(folder / CONFIG, config)
+
+
+def load_drafter(folder: Path, *, dtype: torch.dtype | None = None) -> LoadedDrafter:
+    """Build the drafter that a folder describes and load its weights; the format is read from the config alone.
+
+    Raises ValueError on a missing file, an unknown format, and missing, extra or misshaped tensors (all listed).
+    """
+    if not folder.is_dir():
+        raise ValueError(f"draft={folder}: no such folder")
+    config = read_json(folder / CONFIG)
+    if "format_version" in config:
+        drafter, kind = _from_native(config, folder), "native"
+    elif set(config.get("architectures") or []) & set(DEEPSPEC_ARCHITECTURES):
+        drafter, kind = _from_deepspec(config), "deepspec"
+    else:
+        raise ValueError(
+            f"{folder / CONFIG}: neither format_version (ours) nor a known architecture "
+            f"({', '.join(DEEPSPEC_ARCHITECTURES)}); got architectures={config.get('architectures')}"
+        )
+    tensors = read_weights(folder / WEIGHTS)
+    embedding, head = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
+    if kind == "deepspec" and (embedding is None or head is None):
+        raise ValueError(f"{folder / WEIGHTS}: a DeepSpec checkpoint holds embed_tokens.weight and lm_head.weight")
+    load_weights(drafter, tensors, folder / WEIGHTS)
+    if dtype is not None:
+        drafter.to(dtype)
+    if embedding is not None and head is not None:
+        drafter.bind(embedding if dtype is None else embedding.to(dtype), head if dtype is None else head.to(dtype))
+    return LoadedDrafter(drafter.eval(), kind, embedding is not None and head is not None)
+
+
+def _from_native(config: dict[str, Any], folder: Path) -> Drafter:
+    if config["format_version"] != FORMAT_VERSION:
+        raise ValueError(
+            f"{folder / CONFIG}: format_version {config['format_version']}, this version reads {FORMAT_VERSION}; "
+            "export it again with the version that wrote it"
+        )
+    own = {key: value for key, value in config.items() if key not in ("format_version", "drafter", "target")}
+    missing = [k for k in ("drafter", "target", "slot_layout", "num_draft_tokens") if k not in config]
+    if missing:
+        raise ValueError(f"{folder / CONFIG}: missing {', '.join(missing)}")
+    spec = TargetSpec.from_dict(config["target"]["spec"])
+    try:
+        return get_class(config["drafter"]).from_native(own, spec)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{folder / CONFIG}: options do not fit {config['drafter']}: {error}") from error
+
+
+def _from_deepspec(config: dict[str, Any]) -> Drafter:
+    architecture = next(name for name in config["architectures"] if name in DEEPSPEC_ARCHITECTURES)
+    target_config = AutoConfig.for_model(**{**config, "num_hidden_layers": config["num_target_layers"], "layer_types": None})
+    spec = TargetSpec.from_config(target_config)
+    try:
+        return get_class(DEEPSPEC_ARCHITECTURES[architecture]).from_deepspec(config, spec)
+    except KeyError as error:
+        raise ValueError(f"DeepSpec config.json has no field {error}") from error
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file. Raises ValueError naming the file when it is missing or damaged."""
+    if not path.is_file():
+        raise ValueError(f"no such file: {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except Exception as error:
+        raise ValueError(f"{path} is damaged ({error})") from error
+
+
+def load_weights(drafter: Drafter, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Strict: every missing, extra or misshaped tensor is named in one ValueError, and nothing is loaded then."""
+    own = drafter.state_dict()
+    problems = [f"missing {name} {list(own[name].shape)}" for name in own if name not in tensors]
+    problems += [f"unexpected {name} {list(tensors[name].shape)}" for name in tensors if name not in own]
+    problems += [
+        f"{name} has shape {list(tensors[name].shape)}, expected {list(own[name].shape)}"
+        for name in own
+        if name in tensors and tensors[name].shape != own[name].shape
+    ]
+    if problems:
+        raise ValueError(f"{path} does not fit its config: " + "; ".join(problems))
+    drafter.load_state_dict(dict(tensors))
+
+
+def export_drafter(drafter: Drafter, folder: Path, *, engine: str, dtype: torch.dtype, card: str) -> None:
+    """Write config.json, model.safetensors and the model card README.md in an engine's layout.
+
+    The folder is re-read and compared with the drafter before this returns.
+    """
+    serving = drafter.serving(engine)
+    weights = {serving.renames.get(name, name): tensor for name, tensor in drafter.state_dict().items()}
+    if serving.with_embedding:
+        weights |= {"embed_tokens.weight": drafter.embedding, "lm_head.weight": drafter.head}
+    # clone: a tied target's embedding and head share memory, which safetensors refuses
+    weights = {name: tensor.detach().to("cpu", dtype).contiguous().clone() for name, tensor in weights.items()}
+    config = {**deepspec_base_config(drafter.spec), **serving.config, "dtype": str(dtype).removeprefix("torch.")}
+    layers = serving.config.get("num_hidden_layers", 1)
+    config["layer_types"] = ["full_attention"] * layers
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / WEIGHTS, lambda path: save_file(weights, path, metadata={"format": "pt"}))
+    write_json(folder / CONFIG, config)
+    write_atomic(folder / "README.md", lambda path: path.write_text(card, encoding="utf-8"))
+    again = load_drafter(folder).drafter
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor.cpu().to(dtype)), f"{name} changed on the way to {folder}"
+
+
+def deepspec_base_config(spec: TargetSpec) -> dict[str, Any]:
+    """The fields that DeepSpec copies from a Qwen3 target config, filled from any target's sizes."""
+    rope = dict(spec.rope_parameters)
+    return {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": spec.bos_token_id,
+        "eos_token_id": spec.eos_token_ids[0] if spec.eos_token_ids else None,
+        "head_dim": spec.head_dim,
+        "hidden_act": spec.hidden_act,
+        "hidden_size": spec.hidden_size,
+        "initializer_range": spec.initializer_range,
+        "intermediate_size": spec.intermediate_size,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "max_window_layers": 28,
+        "model_type": "qwen3",
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "num_target_layers": spec.num_layers,
+        "pad_token_id": spec.pad_token_id,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "rope_parameters": rope,
+        "rope_theta": rope["rope_theta"],  # transformers 4 reads it here and would otherwise use 10,000
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": spec.vocab_size,
+    }

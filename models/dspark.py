@@ -1,0 +1,285 @@
+"""DSpark (DeepSpec, 2026): the DFlash backbone with a Markov head and a confidence head.
+
+Unusual: the backbone predicts all slots in parallel, then the Markov head adds a low-rank bias that depends on the
+token before each slot, so drafting is one parallel pass and a cheap left-to-right walk. The confidence head predicts,
+before a slot is sampled, the probability that exact verification will accept it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.base import DraftBatch, DraftLoss, Proposal, Serving, SlotLayout
+from models.block import BlockDrafter, BlockState, SupervisedSlots
+from models.losses import VocabLoss, sum_of, vocab_loss
+from models.sampling import Purpose, Sampler
+from models.spec import TargetSpec
+
+
+class MarkovHeadType(StrEnum):
+    """How the bias of a slot is computed from the token before it (deepspec section 2.5)."""
+
+    vanilla = "vanilla"
+    gated = "gated"
+    rnn = "rnn"
+
+
+@dataclass(frozen=True)
+class DSparkConfig:
+    """Options of DSpark; conf/model/dspark.yaml lists every value with a remark."""
+
+    num_layers: int
+    num_draft_tokens: int
+    slot_layout: SlotLayout
+    decay: float | None
+    markov_rank: int
+    markov_head: MarkovHeadType
+    confidence: bool
+    confidence_with_markov: bool
+    cross_entropy_weight: float
+    l1_weight: float
+    confidence_weight: float
+
+    def build(self, spec: TargetSpec, *, target_layer_ids: tuple[int, ...], mask_token_id: int) -> "DSpark":
+        return DSpark(self, spec, target_layer_ids=target_layer_ids, mask_token_id=mask_token_id)
+
+
+class DSpark(BlockDrafter):
+    """Block drafter with a sequential low-rank correction and calibrated-to-be confidences."""
+
+    def __init__(
+        self, config: DSparkConfig, spec: TargetSpec, *, target_layer_ids: tuple[int, ...], mask_token_id: int
+    ) -> None:
+        check_heads(config)
+        self.config = config
+        super().__init__(
+            spec,
+            num_layers=config.num_layers,
+            num_draft_tokens=config.num_draft_tokens,
+            slot_layout=config.slot_layout,
+            target_layer_ids=target_layer_ids,
+            mask_token_id=mask_token_id,
+            decay=config.decay,
+        )
+        self.markov_head = MarkovHead(config.markov_head, config.markov_rank, spec) if config.markov_rank else None
+        confidence_size = spec.hidden_size + (config.markov_rank if config.confidence_with_markov else 0)
+        self.confidence_head = ConfidenceHead(confidence_size) if config.confidence else None
+        for head in (self.markov_head, self.confidence_head):
+            if head is not None:
+                head.apply(self._init_weights)
+
+    def forward(self, batch: DraftBatch) -> DraftLoss:
+        config = self.config
+        states = self.block_states(batch)
+        slots = self.supervised_slots(batch)
+        hidden = states[slots.mask]
+        embedded, latent = self._teacher_forced_markov(batch, states, slots)
+        loss = vocab_loss(
+            hidden,
+            slots.teacher.to(hidden.dtype),
+            head=self.head,
+            labels=slots.labels,
+            weights=slots.weights,
+            cross_entropy=config.cross_entropy_weight,
+            l1=config.l1_weight,
+            bias_input=latent,
+            bias_head=None if self.markov_head is None else self.markov_head.markov_w2.weight,
+            softcap=self.spec.logit_softcap,
+        )
+        numerators = {"tokens": loss.total}
+        metrics = self._slot_metrics(loss, slots)
+        if self.confidence_head is not None:
+            logits = self.confidence_head(hidden, embedded if config.confidence_with_markov else None)
+            bce = F.binary_cross_entropy_with_logits(logits, loss.accept_rate, weight=slots.weights, reduction="sum")
+            numerators["confidence"] = config.confidence_weight * bce
+            metrics["confidence_bce"] = (bce.detach().double(), slots.weights.double().sum())
+            error = torch.sigmoid(logits) - loss.accept_rate
+            metrics["confidence_error"] = sum_of(error.abs(), slots.weights)
+            metrics["confidence_bias"] = sum_of(error, slots.weights)
+        return DraftLoss(numerators, metrics)
+
+    def denominators(self, batch: DraftBatch) -> dict[str, Tensor]:
+        weight = self.slot_weight(batch)
+        return {"tokens": weight} | ({"confidence": weight} if self.confidence_head is not None else {})
+
+    def _teacher_forced_markov(
+        self, batch: DraftBatch, states: Tensor, slots: SupervisedSlots
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """W1 embedding of the true previous token and the bias latent, both [R, r], of the supervised slots."""
+        if self.markov_head is None:
+            return None, None
+        embedded = self.markov_head.markov_w1(slots.previous)
+        if self.config.markov_head is MarkovHeadType.vanilla:
+            return embedded, embedded
+        previous = torch.zeros_like(slots.mask, dtype=torch.int64)
+        previous[slots.mask] = slots.previous
+        latents, memory = [], self.markov_head.memory(states[:, :, 0])
+        for slot in range(self.num_draft_tokens):
+            step = self.markov_head.markov_w1(previous[:, :, slot])
+            latent, memory = self.markov_head.latent(step, states[:, :, slot], memory)
+            latents.append(latent)
+        return embedded, torch.stack(latents, dim=2)[slots.mask]
+
+    def _slot_metrics(self, loss: VocabLoss, slots: SupervisedSlots) -> dict[str, tuple[Tensor, Tensor]]:
+        """Weighted loss terms; accept rate and top-1 agreement per slot, [K] each."""
+        ones = torch.zeros(self.num_draft_tokens, dtype=torch.float64, device=slots.slot_ids.device)
+        counts = ones.index_add(0, slots.slot_ids, torch.ones_like(slots.slot_ids, dtype=torch.float64))
+
+        def per_slot(values: Tensor) -> tuple[Tensor, Tensor]:
+            return ones.index_add(0, slots.slot_ids, values.detach().double()), counts
+
+        return {
+            "cross_entropy": sum_of(loss.cross_entropy, slots.weights),
+            "l1": sum_of(loss.l1, slots.weights),
+            "accept_rate": per_slot(loss.accept_rate),
+            "top1_agreement": per_slot(loss.top1_agrees),
+        }
+
+    def propose(self, state: BlockState, last: Tensor, sampler: Sampler, num_draft_tokens: int) -> Proposal:
+        if num_draft_tokens > self.num_draft_tokens:
+            raise ValueError(
+                f"num_draft_tokens={num_draft_tokens} is more than the {self.num_draft_tokens} this drafter was trained for"
+            )
+        # The whole trained block is always run, since attention inside it is bidirectional; a shorter proposal is a
+        # prefix of the full one and the walk stops early.
+        states = self.propose_states(state, last, self.num_draft_tokens)[:, :num_draft_tokens]
+        base = self.logits(states)
+        positions = state.lengths + 1
+        previous, memory = last, None if self.markov_head is None else self.markov_head.memory(states[:, 0])
+        tokens, probs, confidences = [], [], []
+        for slot in range(num_draft_tokens):
+            logits, embedded = base[:, slot], None
+            if self.markov_head is not None:
+                embedded = self.markov_head.markov_w1(previous)
+                latent, memory = self.markov_head.latent(embedded, states[:, slot], memory)
+                logits = logits + (latent @ self.markov_head.markov_w2.weight.T).float()
+            if self.confidence_head is not None:
+                features = embedded if self.config.confidence_with_markov else None
+                confidences.append(torch.sigmoid(self.confidence_head(states[:, slot], features)))
+            probs.append(sampler.probs(logits))
+            previous = sampler.draw(probs[-1], positions + slot, Purpose.draft)
+            tokens.append(previous)
+        return Proposal(
+            tokens=torch.stack(tokens, dim=1),
+            probs=torch.stack(probs, dim=1),
+            lengths=torch.full_like(last, num_draft_tokens),
+            confidence=torch.stack(confidences, dim=1) if confidences else None,
+        )
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Base logits float32 [..., V] of final-normed states, soft-capped as the target's."""
+        logits = (states @ self.head.T).float()
+        cap = self.spec.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def native_config(self) -> dict[str, Any]:
+        return {
+            **asdict(self.config),
+            "target_layer_ids": list(self.target_layer_ids),
+            "mask_token_id": self.mask_token_id,
+        }
+
+    @classmethod
+    def from_native(cls, config: Mapping[str, Any], spec: TargetSpec) -> "DSpark":
+        own = dict(config)
+        layer_ids, mask_token_id = tuple(own.pop("target_layer_ids")), own.pop("mask_token_id")
+        own["slot_layout"] = SlotLayout(own["slot_layout"])
+        own["markov_head"] = MarkovHeadType(own["markov_head"])
+        return cls(DSparkConfig(**own), spec, target_layer_ids=layer_ids, mask_token_id=mask_token_id)
+
+    @classmethod
+    def from_deepspec(cls, config: Mapping[str, Any], spec: TargetSpec) -> "DSpark":
+        """From the reference's own config.json; loss weights are not stored there, so the published ones are taken."""
+        rank = config["markov_rank"]
+        own = DSparkConfig(
+            num_layers=config["num_hidden_layers"],
+            num_draft_tokens=config["block_size"],
+            slot_layout=SlotLayout.anchor_first,
+            decay=4.0,
+            markov_rank=rank,
+            markov_head=MarkovHeadType(config.get("markov_head_type", "vanilla")),
+            confidence=config["enable_confidence_head"],
+            confidence_with_markov=config.get("confidence_head_with_markov", False) and rank > 0,
+            cross_entropy_weight=0.1 if rank else 1.0,
+            l1_weight=0.9 if rank else 0.0,
+            confidence_weight=1.0,
+        )
+        layer_ids = tuple(config["target_layer_ids"])
+        return cls(own, spec, target_layer_ids=layer_ids, mask_token_id=config["mask_token_id"])
+
+    def serving(self, engine: str) -> Serving:
+        """DeepSpec's layout, which vLLM's method `dspark` reads too: same tensor names, flat config fields."""
+        if engine != "deepspec":
+            raise ValueError(f"engine={engine} cannot be written for DSpark; choose engine=deepspec")
+        if self.slot_layout is not SlotLayout.anchor_first:
+            raise ValueError("the deepspec format has no slot_layout=in_place; train with model.slot_layout=anchor_first")
+        config = {
+            "architectures": ["Qwen3DSparkModel"],
+            "block_size": self.num_draft_tokens,
+            "confidence_head_with_markov": self.config.confidence_with_markov,
+            "enable_confidence_head": self.config.confidence,
+            "markov_head_type": str(self.config.markov_head),
+            "markov_rank": self.config.markov_rank,
+            "mask_token_id": self.mask_token_id,
+            "num_anchors": 512,  # a training option that the reference requires at load; not used in decoding
+            "num_hidden_layers": self.config.num_layers,
+            "sample_from_anchor": True,  # explicit: engines disagree on what its absence means
+            "target_layer_ids": list(self.target_layer_ids),
+        }
+        return Serving(config=config, renames={}, with_embedding=True)
+
+
+class MarkovHead(nn.Module):
+    """Low-rank bias W2 . f(W1[previous token]) over the vocabulary (DSpark paper, eq. 6 and its variants)."""
+
+    def __init__(self, head_type: MarkovHeadType, rank: int, spec: TargetSpec) -> None:
+        super().__init__()
+        self.head_type, self.rank = head_type, rank
+        self.markov_w1 = nn.Embedding(spec.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, spec.vocab_size, bias=False)
+        if head_type is MarkovHeadType.gated:
+            self.gate_proj = nn.Linear(spec.hidden_size + rank, rank)
+        elif head_type is MarkovHeadType.rnn:
+            self.joint_proj = nn.Linear(spec.hidden_size + 2 * rank, 3 * rank)
+
+    def memory(self, state: Tensor) -> Tensor | None:
+        """What the head carries from slot to slot: zeros [..., r] for the RNN, nothing else."""
+        return state.new_zeros(*state.shape[:-1], self.rank) if self.head_type is MarkovHeadType.rnn else None
+
+    def latent(self, embedded: Tensor, state: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """embedded [..., r] = W1[previous], state [..., D] -> (input of W2 [..., r], next memory)."""
+        if self.head_type is MarkovHeadType.vanilla:
+            return embedded, None
+        if self.head_type is MarkovHeadType.gated:
+            return torch.sigmoid(self.gate_proj(torch.cat((state, embedded), dim=-1))) * embedded, None
+        assert memory is not None
+        gate, candidate, output = self.joint_proj(torch.cat((memory, embedded, state), dim=-1)).chunk(3, dim=-1)
+        gate = torch.sigmoid(gate)
+        return torch.tanh(output), gate * memory + (1 - gate) * torch.tanh(candidate)
+
+
+class ConfidenceHead(nn.Module):
+    """One linear unit on [state ; W1[previous]]: the logit of the acceptance probability, float32."""
+
+    def __init__(self, input_size: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(input_size, 1)
+
+    def forward(self, state: Tensor, embedded: Tensor | None) -> Tensor:
+        features = state if embedded is None else torch.cat((state, embedded), dim=-1)
+        return self.proj(features).squeeze(-1).float()
+
+
+def check_heads(config: DSparkConfig) -> None:
+    """Raises ValueError on head options that contradict each other."""
+    if config.markov_rank < 0:
+        raise ValueError(f"model.markov_rank must be at least 0 (0 = no Markov head), got {config.markov_rank}")
+    if config.confidence_with_markov and config.markov_rank == 0:
+        raise ValueError("model.confidence_with_markov=true needs model.markov_rank > 0, got 0")
+    if config.decay is not None and config.decay <= 0:
+        raise ValueError(f"model.decay must be positive or null (no decay), got {config.decay}")

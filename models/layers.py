@@ -1,0 +1,165 @@
+"""Building blocks with Hugging Face's parameter names: RMSNorm, rotary positions, block attention, gated MLP."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from models.spec import TargetSpec
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm in float32, cast back before the weight is applied (as Qwen3 and Llama do)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class Rotary:
+    """Rotary position embedding, rotate-half form. Not a module: frequencies stay float32 whatever the weights are."""
+
+    def __init__(self, spec: TargetSpec) -> None:
+        rope_type = spec.rope_parameters.get("rope_type", "default")
+        if rope_type == "default":
+            exponent = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
+            self.inv_freq, self.scale = 1.0 / spec.rope_parameters["rope_theta"] ** exponent, 1.0
+        else:
+            config = PreTrainedConfig(
+                hidden_size=spec.hidden_size,
+                num_attention_heads=spec.num_heads,
+                head_dim=spec.head_dim,
+                max_position_embeddings=spec.max_position_embeddings,
+                rope_parameters=spec.rope_parameters,
+            )
+            self.inv_freq, self.scale = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+
+    def __call__(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """position_ids [...] -> cos, sin [..., head_dim] in float32."""
+        if self.inv_freq.device != position_ids.device:
+            self.inv_freq = self.inv_freq.to(position_ids.device)
+        angles = position_ids[..., None].float() * self.inv_freq
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos() * self.scale, angles.sin() * self.scale
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, S, H, d], cos and sin [B, S, d] -> x rotated by its position, in x's type."""
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x.float() * cos[:, :, None] + turned * sin[:, :, None]).to(x.dtype)
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x))."""
+
+    def __init__(self, spec: TargetSpec) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+        self.act: Callable[[Tensor], Tensor] = ACT2FN[spec.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class BlockAttention(nn.Module):
+    """Attention of blocks of draft slots over a row's context features and over their own block.
+
+    Context and slots share k_proj and v_proj (K/V injection, DFlash section 3). Inside a block attention is
+    bidirectional; blocks never see each other.
+    """
+
+    def __init__(self, spec: TargetSpec) -> None:
+        super().__init__()
+        self.head_dim, self.num_kv_heads = spec.head_dim, spec.num_kv_heads
+        self.q_proj = nn.Linear(spec.hidden_size, spec.num_heads * spec.head_dim, bias=False)
+        self.k_proj = nn.Linear(spec.hidden_size, spec.num_kv_heads * spec.head_dim, bias=False)
+        self.v_proj = nn.Linear(spec.hidden_size, spec.num_kv_heads * spec.head_dim, bias=False)
+        self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=False)
+        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
+        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """x [B, S, D] -> rotated keys and values, each [B, S, H_kv, d]."""
+        shape = (*x.shape[:2], self.num_kv_heads, self.head_dim)
+        keys = self.k_norm(self.k_proj(x).view(shape))
+        return rotate(keys, cos, sin), self.v_proj(x).view(shape)
+
+    def forward(
+        self,
+        x: Tensor,  # [B, A*Q, D] normalised slots
+        cos: Tensor,  # [B, A*Q, d]
+        sin: Tensor,  # [B, A*Q, d]
+        context: tuple[Tensor, Tensor],  # keys and values, each [B, H_kv, S, d]
+        context_mask: Tensor,  # [B, A, S] bool
+    ) -> Tensor:
+        batch, num_anchors = context_mask.shape[:2]
+        queries = self.q_norm(self.q_proj(x).view(*x.shape[:2], -1, self.head_dim))
+        queries = rotate(queries, cos, sin)
+        keys, values = self.keys_values(x, cos, sin)
+        blocks = (batch, num_anchors, -1)
+        mixed = attend_blocks(
+            queries.view(*blocks, *queries.shape[2:]),
+            (keys.view(*blocks, *keys.shape[2:]), values.view(*blocks, *values.shape[2:])),
+            context,
+            context_mask,
+        )
+        return self.o_proj(mixed.reshape(*x.shape[:2], -1))
+
+
+def attend_blocks(
+    queries: Tensor,  # [B, A, Q, H, d]
+    block: tuple[Tensor, Tensor],  # keys and values of the slots, each [B, A, Q, H_kv, d]
+    context: tuple[Tensor, Tensor],  # keys and values of the row, each [B, H_kv, S, d]
+    context_mask: Tensor,  # [B, A, S] bool
+) -> Tensor:
+    """Softmax attention of each block over (its visible context, its own slots) -> [B, A, Q, H, d].
+
+    The context product is one matmul a row and the block product Q x Q per block, so cost is linear in the number of
+    anchors: no [A*Q, S + A*Q] mask is ever built. Grouped heads share keys without copies.
+    """
+    batch, num_anchors, num_slots, num_heads, size = queries.shape
+    num_kv_heads = context[0].shape[1]
+    group = num_heads // num_kv_heads
+    scaled = (queries * size**-0.5).view(batch, num_anchors, num_slots, num_kv_heads, group, size)
+    scaled = scaled.permute(0, 3, 1, 4, 2, 5)  # [B, H_kv, A, G, Q, d]
+    by_row = scaled.reshape(batch, num_kv_heads, -1, size)  # [B, H_kv, A*G*Q, d]
+    by_block = scaled.reshape(batch, num_kv_heads, num_anchors, group * num_slots, size)
+    block_keys, block_values = (x.permute(0, 3, 1, 2, 4) for x in block)  # [B, H_kv, A, Q, d]
+    context_scores = (by_row @ context[0].transpose(-1, -2)).view(batch, num_kv_heads, num_anchors, group * num_slots, -1)
+    context_scores = context_scores.masked_fill(~context_mask[:, None, :, None], -torch.inf)
+    scores = torch.cat((context_scores, by_block @ block_keys.transpose(-1, -2)), dim=-1)
+    weights = torch.softmax(scores.float(), dim=-1).to(queries.dtype)
+    from_context, from_block = weights.split((context[0].shape[2], num_slots), dim=-1)
+    mixed = (from_context.reshape(batch, num_kv_heads, -1, context[0].shape[2]) @ context[1]).view(by_block.shape)
+    mixed = mixed + from_block @ block_values
+    mixed = mixed.view(batch, num_kv_heads, num_anchors, group, num_slots, size)
+    return mixed.permute(0, 2, 4, 1, 3, 5).reshape(queries.shape)
+
+
+class BlockLayer(nn.Module):
+    """Pre-norm decoder layer over draft slots; the context enters attention only and is never updated."""
+
+    def __init__(self, spec: TargetSpec) -> None:
+        super().__init__()
+        self.self_attn = BlockAttention(spec)
+        self.mlp = GatedMLP(spec)
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], context_mask: Tensor
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), *rotary, context, context_mask)
+        return x + self.mlp(self.post_attention_layernorm(x))

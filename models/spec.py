@@ -1,0 +1,85 @@
+"""The sizes and conventions of a target that a drafter has to share, read from a Hugging Face config."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """What a drafter's backbone copies from its target. Saved with every checkpoint."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_act: str
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope_parameters: dict[str, Any]
+    logit_softcap: float | None
+    embedding_scale: float
+    tie_embeddings: bool
+    initializer_range: float
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+
+    @staticmethod
+    def from_config(config: PreTrainedConfig) -> "TargetSpec":
+        """Takes the text part of a multimodal config. Raises ValueError on a config without the sizes of a decoder."""
+        text = config.get_text_config(decoder=True)
+        values = text.to_dict()
+        missing = [key for key in ("vocab_size", "hidden_size", "num_hidden_layers") if not values.get(key)]
+        if missing:
+            raise ValueError(f"target config ({config.model_type}) has no {', '.join(missing)}: not a decoder LM")
+        num_heads = values["num_attention_heads"]
+        eos = values.get("eos_token_id")
+        is_gemma = text.model_type.startswith("gemma")  # the only family whose embedding is scaled
+        return TargetSpec(
+            model_type=text.model_type,
+            vocab_size=values["vocab_size"],
+            hidden_size=values["hidden_size"],
+            intermediate_size=values["intermediate_size"],
+            num_layers=values["num_hidden_layers"],
+            num_heads=num_heads,
+            num_kv_heads=values.get("num_key_value_heads") or num_heads,
+            head_dim=values.get("head_dim") or values["hidden_size"] // num_heads,
+            hidden_act=values.get("hidden_act") or values.get("hidden_activation") or "silu",
+            rms_norm_eps=values.get("rms_norm_eps", 1e-6),
+            max_position_embeddings=values["max_position_embeddings"],
+            rope_parameters=rope_parameters(values),
+            logit_softcap=values.get("final_logit_softcapping"),
+            embedding_scale=values["hidden_size"] ** 0.5 if is_gemma else 1.0,
+            tie_embeddings=bool(values.get("tie_word_embeddings")),
+            initializer_range=values.get("initializer_range", 0.02),
+            bos_token_id=values.get("bos_token_id"),
+            eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (() if eos is None else (eos,)),
+            pad_token_id=values.get("pad_token_id"),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> "TargetSpec":
+        expected = set(TargetSpec.__dataclass_fields__)
+        if set(values) != expected:
+            missing, extra = sorted(expected - set(values)), sorted(set(values) - expected)
+            raise ValueError(f"checkpoint's target section: missing {missing}, unknown {extra}")
+        return TargetSpec(**{**values, "eos_token_ids": tuple(values["eos_token_ids"])})
+
+
+def rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
+    """Rotary parameters of the full-attention layers; transformers 4 files keep the base at top level."""
+    parameters = values.get("rope_parameters") or {}
+    if "full_attention" in parameters:  # one set per layer type
+        parameters = parameters["full_attention"]
+    if "rope_theta" not in parameters:
+        parameters = {"rope_type": "default", "rope_theta": values.get("rope_theta", 10000.0), **parameters}
+    return dict(parameters)

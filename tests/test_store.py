@@ -1,6 +1,7 @@
 """Tests of data/store.py."""
 
 import json
+import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -14,17 +15,17 @@ from data.store import (
     FeatureStore,
     StoreHeader,
     StoreRecord,
-    TargetId,
     finished_shards,
     publish,
     supervised_rows,
     write_shard,
 )
 from models.files import sha256_file
+from models.target import TargetIdentity
 
 HIDDEN_SIZE = 4
 HEADER = StoreHeader(
-    target=TargetId(name="toy", config_sha256="c" * 64, weights_sha256="w" * 64),
+    target=TargetIdentity(name="toy", config_sha256="c" * 64, weights_sha256="w" * 64),
     layer_ids=(1, 3, 7),
     hidden_size=HIDDEN_SIZE,
     feature_dtype="bf16",
@@ -163,6 +164,14 @@ def test_failed_rewrite_does_not_leave_an_old_sidecar(tmp_path: Path, monkeypatc
     assert finished_shards(tmp_path, HEADER) == {}
 
 
+def test_sidecar_without_its_whole_shard_does_not_count(tmp_path: Path) -> None:
+    for shard in range(3):
+        write_shard(tmp_path, HEADER, shard_index=shard, records=[make_record(shard)], inputs_sha256="i")
+    (tmp_path / "shard-00000.safetensors").unlink()
+    os.truncate(tmp_path / "shard-00001.safetensors", 50)
+    assert list(finished_shards(tmp_path, HEADER)) == [2]
+
+
 def test_resuming_with_another_header_is_refused(tmp_path: Path) -> None:
     write_shard(tmp_path, HEADER, shard_index=0, records=[make_record(0)], inputs_sha256="i")
     with pytest.raises(ValueError, match="belongs to another extraction"):
@@ -177,6 +186,17 @@ def test_flipped_byte_names_only_its_shard(tmp_path: Path, offset: int) -> None:
     with pytest.raises(ValueError, match=r"shard-00001\.safetensors is damaged") as error:
         FeatureStore(tmp_path).verify()
     assert "shard-00000" not in str(error.value) and "shard-00002" not in str(error.value)
+
+
+def test_damaged_index_names_its_shard_on_opening(tmp_path: Path) -> None:
+    make_store(tmp_path)
+    path = tmp_path / "shard-00001.safetensors"
+    content = path.read_bytes()
+    header_size = int.from_bytes(content[:8], "little")
+    last_offset = json.loads(content[8 : 8 + header_size])["offsets"]["data_offsets"][1] - 8
+    flip_byte(path, 8 + header_size + last_offset)
+    with pytest.raises(ValueError, match=r"shard-00001\.safetensors is damaged"):
+        FeatureStore(tmp_path)
 
 
 def test_truncated_and_missing_shards_are_each_named_on_opening(tmp_path: Path) -> None:

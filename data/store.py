@@ -37,6 +37,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models.files import read_json, sha256_file, sha256_text, write_atomic, write_json
+from models.target import TargetIdentity
 
 FORMAT = "draftsmith-features"
 VERSION = 1
@@ -45,17 +46,10 @@ MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
-class TargetId:
-    name: str
-    config_sha256: str
-    weights_sha256: str
-
-
-@dataclass(frozen=True)
 class StoreHeader:
     """What every shard of a store has in common; `layer_ids` are 0-based layers whose output was taken, ascending."""
 
-    target: TargetId
+    target: TargetIdentity
     layer_ids: tuple[int, ...]
     hidden_size: int
     feature_dtype: str
@@ -396,5 +390,5 @@ def _parse_manifest(values: dict[str, Any]) -> Manifest:
         raise TypeError("last_hidden_rows must be supervised")
     shards = tuple(ShardEntry(**entry) for entry in values.pop("shards"))
     counts = {name: values.pop(name) for name in ("num_records", "num_tokens", "num_supervised_tokens")}
-    values |= {"target": TargetId(**values["target"]), "layer_ids": tuple(values["layer_ids"])}
+    values |= {"target": TargetIdentity(**values["target"]), "layer_ids": tuple(values["layer_ids"])}
     return Manifest(header=StoreHeader(**values), shards=shards, **counts)

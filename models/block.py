@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import Drafter, DraftBatch, SlotLayout
+from models.base import DraftBatch, Drafter, SlotLayout
 from models.cache import KVCache
 from models.layers import BlockLayer, RMSNorm, Rotary
 from models.losses import position_decay
@@ -86,7 +86,7 @@ class BlockDrafter(Drafter):
 
     def block_states(self, batch: DraftBatch) -> Tensor:
         """Final-normed states of the predicting slots of every anchor: [B, A, K, D]."""
-        fused = self.hidden_norm(self.fc(batch.features))
+        fused = self.hidden_norm(self.fc(batch.features.to(self.fc.weight.dtype)))
         rotary = self.rotary(batch.position_ids)
         mask = context_mask(batch.anchors, batch.document_ids)
         anchor_ids = batch.anchors.clamp(min=0)

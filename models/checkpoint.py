@@ -6,7 +6,7 @@ The target's embedding and head are not inside; `load_drafter` binds them. DeepS
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers import AutoConfig
 from models.base import Drafter
 from models.files import read_json, write_atomic, write_json
 from models.spec import TargetSpec
+from models.target import TargetConfig, TargetIdentity, load_spec
 
 FORMAT_VERSION = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -34,6 +35,40 @@ class LoadedDrafter:
     drafter: Drafter
     format: str  # native or deepspec
     bound: bool
+
+
+def step_folder(root: Path, step: int) -> Path:
+    return root / f"step_{step:08d}"
+
+
+def step_folders(root: Path) -> list[Path]:
+    """Whole checkpoints under `root`, oldest first."""
+    return sorted(path for path in root.glob("step_*") if path.is_dir())
+
+
+def resolve_folder(path: Path) -> Path:
+    """A drafter folder, or the newest checkpoint of a training run's `checkpoints` folder."""
+    folders = step_folders(path) if path.is_dir() else []
+    return folders[-1] if folders else path
+
+
+def check_target(folder: Path, drafter: Drafter, config: TargetConfig, identity: TargetIdentity) -> None:
+    """Raises ValueError when the drafter at `folder` was trained for another target than this one."""
+    saved = read_json(folder / CONFIG).get("target") or {}
+    own = drafter.spec.vocab_size, drafter.spec.hidden_size, drafter.spec.num_layers
+    spec = load_spec(config)
+    if own != (spec.vocab_size, spec.hidden_size, spec.num_layers):
+        raise ValueError(
+            f"draft={folder} was trained for a target with (vocabulary, hidden size, layers) {own}, target={config.name} "
+            f"has {(spec.vocab_size, spec.hidden_size, spec.num_layers)}"
+        )
+    for key in ("config_sha256", "weights_sha256"):
+        now = asdict(identity)[key]
+        if saved.get(key) and now and saved[key] != now:
+            raise ValueError(
+                f"draft={folder} was trained for target {saved['name']} with {key} {saved[key][:12]}, "
+                f"target={config.name} has {now[:12]}: use that target"
+            )
 
 
 def save_drafter(drafter: Drafter, folder: Path, *, target: Mapping[str, str]) -> None:
@@ -98,7 +133,9 @@ def _from_native(config: dict[str, Any], folder: Path) -> Drafter:
 
 def _from_deepspec(config: dict[str, Any]) -> Drafter:
     architecture = next(name for name in config["architectures"] if name in DEEPSPEC_ARCHITECTURES)
-    target_config = AutoConfig.for_model(**{**config, "num_hidden_layers": config["num_target_layers"], "layer_types": None})
+    target_config = AutoConfig.for_model(
+        **{**config, "num_hidden_layers": config["num_target_layers"], "layer_types": None}
+    )
     spec = TargetSpec.from_config(target_config)
     try:
         return get_class(DEEPSPEC_ARCHITECTURES[architecture]).from_deepspec(config, spec)

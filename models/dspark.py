@@ -217,7 +217,9 @@ class DSpark(BlockDrafter):
         if engine != "deepspec":
             raise ValueError(f"engine={engine} cannot be written for DSpark; choose engine=deepspec")
         if self.slot_layout is not SlotLayout.anchor_first:
-            raise ValueError("the deepspec format has no slot_layout=in_place; train with model.slot_layout=anchor_first")
+            raise ValueError(
+                "the deepspec format has no slot_layout=in_place; train with model.slot_layout=anchor_first"
+            )
         config = {
             "architectures": ["Qwen3DSparkModel"],
             "block_size": self.num_draft_tokens,

@@ -137,7 +137,9 @@ def attend_blocks(
     by_row = scaled.reshape(batch, num_kv_heads, -1, size)  # [B, H_kv, A*G*Q, d]
     by_block = scaled.reshape(batch, num_kv_heads, num_anchors, group * num_slots, size)
     block_keys, block_values = (x.permute(0, 3, 1, 2, 4) for x in block)  # [B, H_kv, A, Q, d]
-    context_scores = (by_row @ context[0].transpose(-1, -2)).view(batch, num_kv_heads, num_anchors, group * num_slots, -1)
+    context_scores = (by_row @ context[0].transpose(-1, -2)).view(
+        batch, num_kv_heads, num_anchors, group * num_slots, -1
+    )
     context_scores = context_scores.masked_fill(~context_mask[:, None, :, None], -torch.inf)
     scores = torch.cat((context_scores, by_block @ block_keys.transpose(-1, -2)), dim=-1)
     weights = torch.softmax(scores.float(), dim=-1).to(queries.dtype)

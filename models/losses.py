@@ -59,7 +59,7 @@ def vocab_loss(
 
 class _ChunkedVocabLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, bias_input, bias_head, teacher, head, labels, weights, options):  # noqa: ANN001, ANN205
+    def forward(ctx, hidden, bias_input, bias_head, teacher, head, labels, weights, options):
         ce_weight, l1_weight, softcap = options
         rows, has_bias = hidden.shape[0], bias_head.numel() > 0
         needs = ctx.needs_input_grad[0] or (has_bias and any(ctx.needs_input_grad[1:3]))
@@ -129,7 +129,7 @@ def _logit_gradient(
     return grad.mul_(weights[:, None])
 
 
-def _accumulate(grads, part, grad, cap_slope, head, bias_input, bias_head, has_bias) -> None:  # noqa: ANN001
+def _accumulate(grads, part, grad, cap_slope, head, bias_input, bias_head, has_bias) -> None:
     """Push one chunk's logit gradient [r, V] through the head and the bias head."""
     typed = grad.to(head.dtype)
     if has_bias:
@@ -153,5 +153,3 @@ def sum_of(values: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tenso
         return values.sum(), torch.tensor(float(values.numel()), dtype=torch.float64, device=values.device)
     weights = weights.detach().double()
     return (values * weights).sum(), weights.sum()
-
-

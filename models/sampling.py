@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class SamplingConfig:
     """How logits become probabilities; temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off."""
 

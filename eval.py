@@ -1,0 +1,37 @@
+"""Measure a drafter with the lossless runtime: python eval.py draft=FOLDER|ngram|vanilla [temperature=[0,1]]."""
+
+import os
+import sys
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from data.run import prepare_target, read_stages, stage, start_processes, user_errors, write_provenance
+from eval.harness import EvalConfig, Harness
+from eval.report import render, write_summary
+from eval.subject import load_subject
+from models.config import register, to_dataclass
+from models.target import load_target, load_tokenizer, target_identity
+
+register("eval_schema", EvalConfig)
+
+
+@hydra.main(version_base=None, config_path="conf", config_name="eval")
+def main(node: DictConfig) -> None:
+    with user_errors("eval.py"):
+        config = to_dataclass(EvalConfig, node, section="eval")
+        accelerator = start_processes(os.environ, single=True)
+        folder = Path(config.output_dir)
+        target_config = prepare_target(node.target, folder, accelerator)
+        with stage(folder, "eval"):
+            subject = load_subject(config.draft, target_config, target_identity(target_config), accelerator.device)
+            target = load_target(target_config, accelerator.device, layer_ids=subject.layer_ids)
+            subject.bind(target)
+            Harness(config, target, target_config, load_tokenizer(target_config)).run(subject)
+        write_provenance(folder / "eval_provenance.json", node, sys.argv)
+        sys.stdout.write(render(write_summary(folder, read_stages(folder))))
+
+
+if __name__ == "__main__":
+    main()

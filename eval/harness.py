@@ -1,0 +1,241 @@
+"""Runs a drafter and its baselines over the same prompts, pass by pass; a finished pass is kept and not run again."""
+
+import json
+import logging
+import math
+import resource
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from data.chat import render_prompt
+from data.generate import BuiltinPrompts
+from data.prompts import Prompt, prompt_part
+from eval.autotune import LengthChoice, choose_num_draft_tokens
+from eval.decode import DecodeConfig, Generation, decode
+from eval.identity import identity_of
+from eval.report import build_report
+from eval.schedule import Schedule, ScheduleName
+from eval.stats import Pass
+from eval.subject import VANILLA, Subject, ngram
+from eval.tasks import load_tasks
+from eval.verify import Rule
+from models.files import read_json, sha256_text, write_json
+from models.sampling import SamplingConfig
+from models.target import Target, TargetConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class EvalConfig:
+    """Options of eval.py; conf/eval.yaml lists every value with a remark."""
+
+    name: str
+    output_dir: str
+    target: Any
+    draft: str
+    tasks: list[str]
+    prompts_dir: str | None
+    num_prompts: int | None
+    builtin: BuiltinPrompts
+    extra_tasks: list[str]
+    temperature: Any
+    seed: int
+    max_new_tokens: int
+    batch_size: int
+    num_draft_tokens: Any
+    rule: Rule
+    schedule: ScheduleName
+    confidence_threshold: float
+    baselines: list[str]
+    check_transformers: int
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """One row of the report."""
+
+    subject: Subject
+    temperature: float
+    num_draft_tokens: int
+    schedule: Schedule
+    rule: Rule
+    task_set: str  # main or extra
+
+
+class Harness:
+    """Holds the target, the prompts and the folder of kept passes."""
+
+    def __init__(
+        self, config: EvalConfig, target: Target, target_config: TargetConfig, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self.config, self.target, self.target_config, self.tokenizer = config, target, target_config, tokenizer
+        self.folder = Path(config.output_dir) / "eval"
+        self.prompts = {"main": self._load(config.tasks), "extra": self._load(config.extra_tasks)}
+
+    def run(self, subject: Subject) -> dict[str, Any]:
+        """All passes of `subject` and its baselines; returns the report and writes eval/report.json."""
+        config = self.config
+        temperatures = parse_temperatures(config.temperature)
+        schedule = Schedule(config.schedule, config.confidence_threshold)
+        choice = None
+        length = parse_length(config.num_draft_tokens, subject)
+        if length == "auto":
+            choice = self._choose_length(subject)
+            length = choice.num_draft_tokens
+        assert isinstance(length, int)
+        full = subject.drafter.num_draft_tokens if subject.drafter is not None else 0
+        passes = []
+        for temperature in temperatures:
+            passes.append(
+                self._pass(PassPlan(VANILLA, temperature, 0, Schedule(ScheduleName.fixed, 0), Rule.ratio, "main"))
+            )
+            if "ngram" in config.baselines and full:
+                plan = PassPlan(ngram(full), temperature, full, Schedule(ScheduleName.fixed, 0), config.rule, "main")
+                passes.append(self._pass(plan))
+            if subject.drafter is not None:
+                for tokens in sorted({full, length} - {0}, reverse=True):
+                    plan = PassPlan(subject, temperature, tokens, schedule, config.rule, "main")
+                    passes.append(self._pass(plan))
+        if self.prompts["extra"] and subject.drafter is not None:
+            passes.append(self._pass(PassPlan(subject, 0.0, full, schedule, config.rule, "extra")))
+        report = build_report(passes, self._identities(passes), choice)
+        report["transformers_generate"] = self._against_transformers(passes)
+        report["peak_rss_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        write_json(self.folder / "report.json", report)
+        return report
+
+    def _load(self, names: Sequence[str]) -> list[Prompt]:
+        if not names:
+            return []
+        config = self.config
+        return load_tasks(names, config.builtin, prompts_dir=config.prompts_dir, num_prompts=config.num_prompts)
+
+    def _render(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        return [render_prompt(self.tokenizer, prompt_part(prompt.messages)) for prompt in prompts]
+
+    def _choose_length(self, subject: Subject) -> LengthChoice:
+        """Measured once per drafter, batch size and machine state, and kept."""
+        assert subject.drafter is not None, "auto needs a drafter"
+        path = self.folder / f"length_choice_batch{self.config.batch_size}_{subject.fingerprint[:12]}.json"
+        if path.is_file():
+            return LengthChoice(**read_json(path))
+        sample = self._render(self.prompts["main"][: self.config.batch_size])
+        choice = choose_num_draft_tokens(self.target, subject.drafter, sample, self._decode_config(0.0, 0))
+        write_json(path, asdict(choice))
+        return choice
+
+    def _decode_config(
+        self, temperature: float, num_draft_tokens: int, schedule: Schedule | None = None, rule: Rule = Rule.ratio
+    ) -> DecodeConfig:
+        return DecodeConfig(
+            max_new_tokens=self.config.max_new_tokens,
+            batch_size=self.config.batch_size,
+            num_draft_tokens=num_draft_tokens,
+            rule=rule,
+            schedule=schedule or Schedule(ScheduleName.fixed, 0),
+            sampling=SamplingConfig(temperature, 0, 1.0, 0.0, self.config.seed),
+        )
+
+    def _pass(self, plan: PassPlan) -> Pass:
+        prompts = self.prompts[plan.task_set]
+        rendered = self._render(prompts)
+        config = self._decode_config(plan.temperature, plan.num_draft_tokens, plan.schedule, plan.rule)
+        about = {
+            "target": self.target_config.name,
+            "drafter": plan.subject.name,
+            "temperature": plan.temperature,
+            "rule": str(plan.rule) if plan.temperature > 0 else "greedy",
+            "schedule": str(plan.schedule.name),
+            "num_draft_tokens": plan.num_draft_tokens,
+            "slot_layout": plan.subject.slot_layout,
+            "dtype": self.target_config.dtype,
+            "device": str(self.target.device),
+            "batch_size": self.config.batch_size,
+            "max_new_tokens": self.config.max_new_tokens,
+            "task_set": plan.task_set,
+        }
+        key = sha256_text(json.dumps([about, asdict(config), plan.subject.fingerprint, rendered], sort_keys=True))
+        path = self.folder / "passes" / f"{plan.subject.name}_{plan.task_set}_{key[:16]}.json"
+        if path.is_file():
+            return Pass.from_dict(read_json(path))
+        label = f"{plan.subject.name} T={plan.temperature:g} K={plan.num_draft_tokens} {plan.task_set}"
+        with tqdm(total=len(prompts), desc=label, unit="prompt") as progress:
+            result = decode(
+                self.target, plan.subject.drafter, rendered, config, on_finish=lambda _generation: progress.update()
+            )
+        finished = Pass(
+            about=about,
+            domains=[prompt.domain for prompt in prompts],
+            prompts=rendered,
+            generations=result.generations,
+            seconds=result.seconds,
+            draft_seconds=result.draft_seconds,
+            verify_seconds=result.verify_seconds,
+        )
+        write_json(path, finished.to_dict())
+        return finished
+
+    def _identities(self, passes: Sequence[Pass]) -> dict[int, dict[str, Any]]:
+        """Greedy passes against the vanilla pass of the same prompts, by index of the pass."""
+        vanilla = next((p for p in passes if p.about["drafter"] == "vanilla" and p.about["temperature"] == 0), None)
+        return {
+            index: identity_of(self.target, p, vanilla)
+            for index, p in enumerate(passes)
+            if vanilla and p is not vanilla and p.about["temperature"] == 0 and p.prompts == vanilla.prompts
+        }
+
+    def _against_transformers(self, passes: Sequence[Pass]) -> dict[str, Any] | None:
+        """The speculative greedy outputs of the first prompts against transformers' own `generate`."""
+        greedy = [p for p in passes if p.about["temperature"] == 0 and p.about["task_set"] == "main"]
+        if not greedy or not self.config.check_transformers:
+            return None
+        chosen, count = greedy[-1], self.config.check_transformers
+        path = self.folder / "passes" / f"transformers_{sha256_text(json.dumps(chosen.prompts[:count]))[:16]}.json"
+        if not path.is_file():
+            model = AutoModelForCausalLM.from_pretrained(self.target_config.path, dtype=self.target.head.dtype)
+            model = model.to(self.target.device).eval()
+            write_json(path, [self._generate_one(model, prompt) for prompt in chosen.prompts[:count]])
+        reference = Pass(
+            about={**chosen.about, "drafter": "transformers"},
+            domains=chosen.domains[:count],
+            prompts=chosen.prompts[:count],
+            generations=[Generation(i, tokens) for i, tokens in enumerate(read_json(path))],
+            seconds=math.nan,
+            draft_seconds=0.0,
+            verify_seconds=0.0,
+        )
+        return {"drafter": chosen.about["drafter"], **identity_of(self.target, chosen.head(count), reference)}
+
+    def _generate_one(self, model: torch.nn.Module, prompt: list[int]) -> list[int]:
+        ids = torch.tensor([prompt], device=self.target.device)
+        options = {"do_sample": False, "max_new_tokens": self.config.max_new_tokens}
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), **options)  # type: ignore[operator]
+        return output[0, len(prompt) :].tolist()
+
+
+def parse_temperatures(value: Any) -> list[float]:
+    """A number or a list of them. Raises ValueError on anything else."""
+    values = value if isinstance(value, list) else [value]
+    for number in values:
+        if isinstance(number, bool) or not isinstance(number, int | float) or number < 0:
+            raise ValueError(f"temperature must be a number >= 0 or a list of them, got {value}")
+    return [float(number) for number in values]
+
+
+def parse_length(value: Any, subject: Subject) -> int | str:
+    """`auto`, null (the drafter's own) or 1 .. the drafter's own. Raises ValueError on anything else."""
+    if subject.drafter is None:
+        return 0
+    own = subject.drafter.num_draft_tokens
+    if value is None:
+        return own
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= own):
+        return value
+    raise ValueError(f"num_draft_tokens must be auto, null or 1..{own} for this drafter, got {value}")

@@ -1,0 +1,183 @@
+"""What was measured, as JSON, as a table, and as a model card. Every number says what it is a number of."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from eval.autotune import LengthChoice
+from eval.stats import Pass, acceptance_stats
+from models.files import read_json, write_json, write_text
+
+NOTE = (
+    "Acceptance lengths count accepted draft tokens plus the bonus token of every verification, pooled over all rounds; "
+    "`per request` is the mean of each request's own ratio. Lossless verification throughout: greedy rows match "
+    "exactly, sampled rows use the exact ratio test."
+)
+
+
+def build_report(
+    passes: Sequence[Pass], identities: Mapping[int, dict[str, Any]], choice: LengthChoice | None
+) -> dict[str, Any]:
+    """The main row's keys at top level (the drafter, greedy where measured, at its full length), all rows beside them."""
+    rows = [row_of(p, identities.get(index)) for index, p in enumerate(passes)]
+    for row in rows:
+        row["vanilla_tokens_per_second"] = next(
+            (
+                other["tokens_per_second"]
+                for other in rows
+                if (other["drafter"], other["temperature"]) == ("vanilla", row["temperature"])
+                and other["task_set"] == row["task_set"]
+            ),
+            None,
+        )
+    main = next((row for row in rows if row["drafter"] not in ("vanilla", "ngram")), rows[0])
+    n_gram = next((r for r in rows if r["drafter"] == "ngram" and r["temperature"] == main["temperature"]), {})
+    return {**main, "n_gram": n_gram, "rows": rows, "length_choice": None if choice is None else asdict(choice)}
+
+
+def row_of(measured: Pass, identity: Mapping[str, Any] | None) -> dict[str, Any]:
+    """One row: what was run, pooled statistics, and the same per domain."""
+    identity = identity or {}
+    per_domain = {}
+    for domain in sorted(set(measured.domains)):
+        members = [g for g, d in zip(measured.generations, measured.domains, strict=True) if d == domain]
+        per_domain[domain] = {"num_prompts": len(members), **acceptance_stats(members).to_dict()}
+    return {
+        **measured.about,
+        "bonus_counted": True,
+        "lossless": True,
+        "num_prompts": len(measured.generations),
+        "num_tokens": sum(len(g.tokens) for g in measured.generations),
+        **acceptance_stats(measured.generations).to_dict(),
+        "outputs_identical_to_vanilla": identity.get("outputs_identical_to_vanilla"),
+        "near_tie_divergences": identity.get("near_tie_divergences"),
+        "tokens_per_second": measured.tokens_per_second,
+        "draft_share_of_time": measured.draft_seconds / measured.seconds,
+        "verify_share_of_time": measured.verify_seconds / measured.seconds,
+        "per_domain": per_domain,
+    }
+
+
+def write_summary(output_dir: Path, stages: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """`summary.json` and `summary.md` of a run: its report, and the seconds and peak memory of every stage."""
+    report_path = output_dir / "eval" / "report.json"
+    summary = read_json(report_path) if report_path.is_file() else {}
+    summary["seconds"] = {name: stage["seconds"] for name, stage in stages.items()}
+    summary["peak_rss_gib"] = max((stage["peak_rss_gib"] for stage in stages.values()), default=None)
+    write_json(output_dir / "summary.json", summary)
+    write_text(output_dir / "summary.md", render(summary))
+    return summary
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """The report as Markdown, made for a terminal as well."""
+    if "rows" not in report:
+        return "no evaluation yet\n"
+    main = [row for row in report["rows"] if row["task_set"] == "main"]
+    extra = [row for row in report["rows"] if row["task_set"] == "extra"]
+    first = report["rows"][0]
+    lines = [
+        f"target {first['target']}, {first['dtype']} on {first['device']}, batch {first['batch_size']}, "
+        f"at most {first['max_new_tokens']} new tokens, {first['num_prompts']} prompts",
+        "",
+        *_table(main),
+        "",
+    ]
+    if extra:
+        lines += ["Benchmark prompts, another distribution than the training prompts:", "", *_table(extra), ""]
+    lines += [NOTE, ""]
+    lines += [line for row in main if (line := speed_remark(row))]
+    lines += _length_lines(report.get("length_choice"))
+    if check := report.get("transformers_generate"):
+        equal = "equal" if check["outputs_identical_to_vanilla"] else "NOT EQUAL"
+        lines.append(f"{check['num_prompts']} greedy outputs against transformers' own generate: {equal}.")
+    if report.get("seconds"):
+        lines.append("seconds: " + ", ".join(f"{name} {value:.0f}" for name, value in report["seconds"].items()))
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def speed_remark(row: Mapping[str, Any]) -> str | None:
+    """Says plainly where speculation is slower than plain decoding, and why."""
+    vanilla = row["vanilla_tokens_per_second"]
+    if row["drafter"] == "vanilla" or vanilla is None or row["acceptance_length"] is None:
+        return None
+    ratio = row["tokens_per_second"] / vanilla
+    verdict = "faster" if ratio >= 1 else "SLOWER"
+    why = (
+        f"{row['acceptance_length']:.2f} tokens a round; drafting takes {row['draft_share_of_time']:.0%} of the time and "
+        f"verifying {row['num_draft_tokens'] + 1} tokens a row {row['verify_share_of_time']:.0%}"
+    )
+    if ratio < 1:
+        why += "; on this device a verification costs more for every token it checks, so few drafts pay"
+    return f"- {row['drafter']} T={row['temperature']:g} K={row['num_draft_tokens']}: {ratio:.2f}x vanilla, {verdict} ({why})."
+
+
+def _length_lines(choice: Mapping[str, Any] | None) -> list[str]:
+    if not choice:
+        return []
+    costs = "; ".join(
+        f"K={row['num_draft_tokens']}: {row['draft_ms']:.0f} + {row['verify_ms']:.0f} ms for "
+        f"{row['expected_tokens_per_round']:.2f} tokens"
+        for row in choice["table"]
+    )
+    chosen = choice["num_draft_tokens"]
+    meaning = f"{chosen} draft tokens" if chosen else "no drafting at all: no length pays at this batch size"
+    return [
+        f"num_draft_tokens=auto chose {meaning} (draft + verify per round, greedy, batch {choice['batch_size']}: {costs})."
+    ]
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    domains = sorted({domain for row in rows for domain in row["per_domain"]})
+    head = ["drafter", "T", "K", "layout", "acceptance length", *domains, "per request", "accepted/proposed"]
+    head += ["tokens/s", "vs vanilla", "identical"]
+    lines = [head, ["---"] * len(head)]
+    for row in rows:
+        vanilla = row["vanilla_tokens_per_second"]
+        lines.append(
+            [
+                row["drafter"],
+                f"{row['temperature']:g}",
+                str(row["num_draft_tokens"]),
+                row["slot_layout"] or "-",
+                _number(row["acceptance_length"]),
+                *[_number(row["per_domain"].get(domain, {}).get("acceptance_length")) for domain in domains],
+                _number(row["acceptance_length_per_request"]),
+                _number(row["acceptance_rate"]),
+                f"{row['tokens_per_second']:.0f}",
+                f"{row['tokens_per_second'] / vanilla:.2f}x" if vanilla else "-",
+                {True: "yes", False: "NO", None: "-"}[row["outputs_identical_to_vanilla"]],
+            ]
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    padded = [
+        [cell.ljust(width, "-" if cell == "---" else " ") for cell, width in zip(line, widths, strict=True)]
+        for line in lines
+    ]
+    return ["| " + " | ".join(line) + " |" for line in padded]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+SERVE = (
+    "vllm serve TARGET --speculative-config "
+    """'{"method": "dspark", "model": "THIS_FOLDER", "num_speculative_tokens": K, "draft_sample_method": "probabilistic"}'"""
+)
+
+
+def model_card(summary: Mapping[str, Any], drafter: str, target: str, provenance: Mapping[str, Any]) -> str:
+    """README.md of an exported folder: what it is, how to serve it, what was measured, where it comes from."""
+    measured = render(summary) if "rows" in summary else "Not measured yet: run eval.py on this folder.\n"
+    versions = ", ".join(f"{name} {version}" for name, version in provenance.get("versions", {}).items())
+    return (
+        f"# {drafter} drafter for {target}\n\n"
+        f"A speculative-decoding drafter trained with Draftsmith. It proposes tokens that {target} verifies, so the "
+        "target's output distribution is unchanged.\n\n"
+        f"## Serving\n\n```\n{SERVE}\n```\n\n"
+        f"## Measured\n\n{measured}\n"
+        f"## Provenance\n\ncommit {provenance.get('git_commit', 'unknown')}; {versions or 'versions unknown'}\n\n"
+        f"command: `{provenance.get('command', 'unknown')}`\n"
+    )

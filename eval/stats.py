@@ -1,0 +1,87 @@
+"""Acceptance statistics of finished requests, and the record of one pass over a set of prompts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from eval.decode import Generation, Round
+
+
+@dataclass(frozen=True)
+class AcceptanceStats:
+    """Counts are pooled over rounds; the bonus token counts in acceptance lengths, except where a round ended with an
+    accepted stop token. The first token of a request belongs to no round."""
+
+    rounds: int
+    proposed: int
+    accepted: int
+    acceptance_length: float | None  # pooled: tokens / rounds
+    acceptance_length_per_request: float | None  # mean over requests of their own tokens / rounds
+    acceptance_rate: float | None  # accepted / proposed
+    survival: list[float]  # [k] share of all rounds with more than k accepted
+    conditional_acceptance: list[float | None]  # [k] P(accepted > k | accepted >= k and proposed > k)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def acceptance_stats(generations: Sequence[Generation]) -> AcceptanceStats:
+    """None where nothing was counted (a ratio over zero rounds or zero proposals)."""
+    rounds = [r for generation in generations for r in generation.rounds]
+    proposed, accepted = sum(r.proposed for r in rounds), sum(r.accepted for r in rounds)
+    per_request = [_mean_length(generation.rounds) for generation in generations if generation.rounds]
+    longest = max((r.proposed for r in rounds), default=0)
+    survival, conditional = [], []
+    for k in range(longest):
+        more = sum(r.accepted > k for r in rounds)
+        reached = sum(r.accepted >= k and r.proposed > k for r in rounds)
+        survival.append(more / len(rounds))
+        conditional.append(more / reached if reached else None)
+    return AcceptanceStats(
+        rounds=len(rounds),
+        proposed=proposed,
+        accepted=accepted,
+        acceptance_length=_mean_length(rounds) if rounds else None,
+        acceptance_length_per_request=sum(per_request) / len(per_request) if per_request else None,
+        acceptance_rate=accepted / proposed if proposed else None,
+        survival=survival,
+        conditional_acceptance=conditional,
+    )
+
+
+def _mean_length(rounds: Sequence[Round]) -> float:
+    return sum(r.accepted + r.bonus for r in rounds) / len(rounds)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One drafter at one setting over one set of prompts."""
+
+    about: dict[str, Any]
+    domains: list[str]
+    prompts: list[list[int]]
+    generations: list[Generation]
+    seconds: float
+    draft_seconds: float
+    verify_seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(len(g.tokens) for g in self.generations) / self.seconds
+
+    def head(self, count: int) -> "Pass":
+        """The first `count` prompts only; times stay those of the whole pass."""
+        parts = {name: getattr(self, name)[:count] for name in ("domains", "prompts", "generations")}
+        return Pass(**{**self.__dict__, **parts})
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values; a round is [proposed, accepted, bonus]."""
+        generations = [
+            {**vars(g), "rounds": [[r.proposed, r.accepted, r.bonus] for r in g.rounds]} for g in self.generations
+        ]
+        return {**self.__dict__, "generations": generations}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> "Pass":
+        generations = [Generation(**{**g, "rounds": [Round(*r) for r in g["rounds"]]}) for g in values["generations"]]
+        return Pass(**{**values, "generations": generations})

@@ -1,0 +1,56 @@
+"""Options of train.py; conf/train.yaml lists every value with a remark."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class TrackerName(StrEnum):
+    """Where metrics go besides the local JSONL, which is always written."""
+
+    none = "none"
+    wandb = "wandb"
+
+
+@dataclass
+class OptimConfig:
+    """AdamW, linear warm-up, cosine decay to zero."""
+
+    learning_rate: float
+    warmup_ratio: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    max_grad_norm: float
+
+
+@dataclass
+class WandbConfig:
+    project: str
+    mode: str
+
+
+@dataclass
+class TrainConfig:
+    name: str
+    output_dir: str
+    store: str
+    target: Any
+    model: Any
+    seed: int
+    num_steps: int | None
+    num_epochs: float
+    batch_size: int
+    micro_batch_size: int
+    num_anchors: int
+    num_workers: int
+    optim: OptimConfig
+    warm_start: bool
+    resume: str
+    log_every: int
+    checkpoint_every: int
+    keep_checkpoints: int
+    mixed_precision: str
+    tracker: TrackerName
+    wandb: WandbConfig

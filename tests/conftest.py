@@ -1,0 +1,252 @@
+"""Shared fixtures: a briefly trained tiny target with its tokenizer, a store of its features, a drafter trained on it,
+a kill harness and a planted-fault helper. All on CPU, seeded, offline."""
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import PartialState
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import nn
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from data.chat import render_chat
+from data.collate import collate
+from data.dataset import RankSampler, StepPlan, TrainingData
+from data.extract import RenderedRecord, extract_shard
+from data.store import FeatureStore, StoreHeader, publish, write_shard
+from models.base import SlotLayout
+from models.dspark import DSpark, DSparkConfig, MarkovHeadType
+from models.target import Target, TargetConfig, TargetIdentity, load_target, target_identity
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # a test that reaches for the network fails at once instead of hanging
+torch.set_num_threads(1)  # reductions in one order, and room for a second process
+
+NUM_WORDS = 50  # the tiny language counts modulo 50
+SPECIALS = ["<pad>", "<user>", "<assistant>", "<end>", "<mask>"]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+TINY_LAYER_IDS = (0, 1, 2)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Words 0..49 and a few special tokens, with a chat template that closes turns with <end>."""
+    words = [*SPECIALS, *(str(n) for n in range(NUM_WORDS))]
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
+    fast.add_special_tokens({"additional_special_tokens": ["<user>", "<assistant>", "<mask>"]})
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def counting_chat(rng: random.Random, *, noise: float = 0.1) -> list[dict[str, str]]:
+    """`start step` is answered by counting on; now and then a number is skipped, so the target is not certain."""
+    value, step = rng.randrange(NUM_WORDS), rng.randrange(1, 6)
+    words = [value, step]
+    answer = []
+    for _ in range(rng.randrange(6, 20)):
+        value = (value + step * (2 if rng.random() < noise else 1)) % NUM_WORDS
+        answer.append(str(value))
+    return [{"role": "user", "content": " ".join(map(str, words))}, {"role": "assistant", "content": " ".join(answer)}]
+
+
+@pytest.fixture(scope="session")
+def tiny_target_config(tmp_path_factory: pytest.TempPathFactory) -> TargetConfig:
+    """A Qwen3 of 4 layers, head size 32, vocabulary 55, trained for some seconds to count."""
+    folder = tmp_path_factory.mktemp("tiny_target")
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=True,
+    )
+    model = Qwen3ForCausalLM(config)
+    _train_to_count(model, tokenizer)
+    model.save_pretrained(folder)
+    mask = tokenizer.convert_tokens_to_ids("<mask>")
+    return TargetConfig("tiny", str(folder), TINY_LAYER_IDS, mask, "float32", None, None)
+
+
+def _train_to_count(model: nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
+    rng = random.Random(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(150):
+        chats = [counting_chat(rng) for _ in range(32)]
+        texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
+        batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt", add_special_tokens=False)
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        loss = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tiny_target_config: TargetConfig) -> Target:
+    return load_target(tiny_target_config, torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def tiny_identity(tiny_target_config: TargetConfig) -> TargetIdentity:
+    return target_identity(tiny_target_config)
+
+
+@pytest.fixture(scope="session")
+def tiny_prompts() -> list[list[int]]:
+    """Ragged prompts in token ids, from 4 to 9 tokens."""
+    tokenizer, rng = tiny_tokenizer(), random.Random(7)
+    prompts = []
+    for index in range(12):
+        words = " ".join(str(rng.randrange(NUM_WORDS)) for _ in range(1 + index % 5))
+        messages = [{"role": "user", "content": words}]
+        prompts.append(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    return prompts
+
+
+@pytest.fixture(scope="session")
+def tiny_store(
+    tmp_path_factory: pytest.TempPathFactory, tiny_target: Target, tiny_identity: TargetIdentity
+) -> FeatureStore:
+    """Float32 features of 48 counting chats, in two shards."""
+    folder = tmp_path_factory.mktemp("tiny") / "store"
+    folder.mkdir()
+    tokenizer, rng = tiny_tokenizer(), random.Random(1)
+    chats = [render_chat(tokenizer, counting_chat(rng), finish_reason="stop") for _ in range(48)]
+    records = [RenderedRecord(f"chat-{index}", chat) for index, chat in enumerate(chats)]
+    header = StoreHeader(tiny_identity, TINY_LAYER_IDS, tiny_target.spec.hidden_size, "float32", "0" * 64)
+    infos = [
+        write_shard(
+            folder,
+            header,
+            shard_index=index,
+            records=extract_shard(tiny_target, records[24 * index : 24 * (index + 1)], 512),
+            inputs_sha256="0" * 64,
+        )
+        for index in range(2)
+    ]
+    publish(folder, header, infos)
+    return FeatureStore(folder)
+
+
+def dspark_config(**changes: Any) -> DSparkConfig:
+    """A small DSpark with both heads."""
+    options: dict[str, Any] = {
+        "num_layers": 1,
+        "num_draft_tokens": 4,
+        "slot_layout": SlotLayout.anchor_first,
+        "decay": 4.0,
+        "markov_rank": 8,
+        "markov_head": MarkovHeadType.vanilla,
+        "confidence": True,
+        "confidence_with_markov": True,
+        "cross_entropy_weight": 0.1,
+        "l1_weight": 0.9,
+        "confidence_weight": 1.0,
+    }
+    return DSparkConfig(**options | changes)
+
+
+def build_dspark(target: Target, config: TargetConfig, *, seed: int = 0, **changes: Any) -> DSpark:
+    """An untrained DSpark bound to the target."""
+    assert config.layer_ids is not None and config.mask_token_id is not None
+    torch.manual_seed(seed)
+    drafter = dspark_config(**changes).build(
+        target.spec, target_layer_ids=tuple(config.layer_ids), mask_token_id=config.mask_token_id
+    )
+    return drafter.bind(target.embedding, target.head)
+
+
+def train_briefly(drafter: DSpark, store: FeatureStore, *, num_steps: int = 60) -> DSpark:
+    """A plain loop, not the trainer: enough steps that drafts are accepted."""
+    data = TrainingData(store, layer_ids=drafter.target_layer_ids, num_anchors=8, seed=0)
+    plan = StepPlan(store.lengths, 16, 16, seed=0)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
+    for keys in RankSampler(plan, first_step=0, last_step=num_steps, rank=0, world_size=1):
+        batch = collate([data[key] for key in keys])
+        loss, denominators = drafter(batch), drafter.denominators(batch)
+        sum(loss.numerators[term] / denominators[term] for term in loss.numerators).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return drafter.eval()
+
+
+@pytest.fixture(scope="session")
+def tiny_dspark(tiny_target: Target, tiny_target_config: TargetConfig, tiny_store: FeatureStore) -> DSpark:
+    """Trained briefly, so that greedy rounds of every length from 0 to 4 accepted drafts occur."""
+    return train_briefly(build_dspark(tiny_target, tiny_target_config), tiny_store)
+
+
+@contextmanager
+def planted_fault(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Any) -> Iterator[None]:
+    """Run the body with `owner.name` replaced by `fault` and demand that it fails: the test inside has teeth.
+
+    Usage: `with planted_fault(monkeypatch, verify_module, "residual", lambda p, q: p): test_that_should_fail(...)`.
+    """
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fault)
+        try:
+            yield
+        except AssertionError:
+            return
+    raise AssertionError(f"the test does not notice a faulty {name}")
+
+
+def run_killed(work: Callable[[], None], *, kill_before: tuple[Any, str, int]) -> int:
+    """Fork, run `work` in the child, and SIGKILL it just before its n-th call of `owner.name`; returns the exit code.
+
+    `kill_before` is (owner, name, n) with n from 1; the code is -9 where the kill came and 0 where `work` ended first.
+    Forked from a parent that has done the imports, so a kill costs milliseconds. The parent must hold no thread locks.
+    """
+    owner, name, countdown = kill_before
+    child = os.fork()
+    if child == 0:
+        calls, original = 0, getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == countdown:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        status = 1
+        try:
+            setattr(owner, name, counted)
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate_state() -> Iterator[None]:
+    """Accelerate keeps process-wide state; tests must not see each other's."""
+    yield
+    PartialState._reset_state()
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Relative path to content of every file under a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

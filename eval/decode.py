@@ -175,7 +175,8 @@ class _Batch:
     def _propose(self) -> Proposal:
         if self.drafter is None:
             nothing = torch.zeros(len(self.running), 0, dtype=torch.int64, device=self.last.device)
-            return Proposal(nothing, torch.zeros(*nothing.shape, 1), torch.zeros_like(self.last))
+            probs = torch.zeros(*nothing.shape, 1, device=self.last.device)
+            return Proposal(nothing, probs, torch.zeros_like(self.last))
         proposal = self.drafter.propose(self.state, self.last, self.sampler, self.config.num_draft_tokens)
         proposal.lengths = self.config.schedule.lengths(proposal)
         return proposal

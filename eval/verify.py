@@ -37,7 +37,7 @@ def verify(rule: Rule, proposal: Proposal, target_probs: Tensor, positions: Tens
         return _verify_match(proposal, target_probs, positions, proposed, sampler)
     target_of_drafts = target_probs[:, :-1].gather(2, proposal.tokens[..., None]).squeeze(2)
     draft_of_drafts = prob_of(proposal)
-    # Cross-multiplied u < p / q: no division, and a draft that its own distribution excludes is never accepted.
+    # Cross-multiplied u < target / draft: no division, and what the target excludes is not accepted even at u = 0.
     accepted = sampler.uniform(places, Purpose.accept) * draft_of_drafts < target_of_drafts
     num_accepted = (accepted & proposed).long().cumprod(1).sum(1)
     rows = torch.arange(positions.shape[0], device=positions.device)

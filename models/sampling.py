@@ -60,7 +60,7 @@ def probs_from_logits(logits: Tensor, config: SamplingConfig) -> Tensor:
 
 def _nucleus(probs: Tensor, top_p: float) -> Tensor:
     """The smallest set of most likely tokens whose mass reaches top_p, renormalised."""
-    ordered, ids = probs.sort(-1, descending=True, stable=True)
+    ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1, dtype=torch.float64) - ordered
     ordered = ordered.masked_fill(before >= top_p, 0.0)
     kept = torch.zeros_like(probs).scatter_(-1, ids, ordered)

@@ -38,7 +38,7 @@ class Purpose(IntEnum):
 
 
 def probs_from_logits(logits: Tensor, config: SamplingConfig) -> Tensor:
-    """Float32 probabilities [..., V]: temperature, then top-k, min-p and top-p, in the order of transformers.
+    """Float32 probabilities [..., V]: temperature, then top-k, top-p and min-p, in the order of transformers.
 
     Temperatures under 1e-5 are greedy: all mass on the first maximum.
     """
@@ -50,11 +50,11 @@ def probs_from_logits(logits: Tensor, config: SamplingConfig) -> Tensor:
         kth = logits.topk(min(config.top_k, logits.shape[-1]), dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
     probs = torch.softmax(logits, dim=-1)
+    if config.top_p < 1:
+        probs = _nucleus(probs, config.top_p)
     if config.min_p:
         probs = probs.masked_fill(probs < config.min_p * probs.amax(-1, keepdim=True), 0.0)
         probs = probs / probs.sum(-1, keepdim=True)
-    if config.top_p < 1:
-        probs = _nucleus(probs, config.top_p)
     return probs
 
 

@@ -185,5 +185,6 @@ def check_block_options(
     ids = list(target_layer_ids)
     if not ids or ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= spec.num_layers:
         raise ValueError(
-            f"target_layer_ids must be ascending, unique and in 0..{spec.num_layers - 1} (the target's layers), got {ids}"
+            f"target_layer_ids must be ascending, unique and in 0..{spec.num_layers - 1} (the target's layers), "
+            f"got {ids}"
         )

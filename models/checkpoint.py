@@ -59,8 +59,8 @@ def check_target(folder: Path, drafter: Drafter, config: TargetConfig, identity:
     spec = load_spec(config)
     if own != (spec.vocab_size, spec.hidden_size, spec.num_layers):
         raise ValueError(
-            f"draft={folder} was trained for a target with (vocabulary, hidden size, layers) {own}, target={config.name} "
-            f"has {(spec.vocab_size, spec.hidden_size, spec.num_layers)}"
+            f"draft={folder} was trained for a target with (vocabulary, hidden size, layers) {own}, "
+            f"target={config.name} has {(spec.vocab_size, spec.hidden_size, spec.num_layers)}"
         )
     for key in ("config_sha256", "weights_sha256"):
         now = asdict(identity)[key]

@@ -78,7 +78,7 @@ class DSpark(BlockDrafter):
         states = self.block_states(batch)
         slots = self.supervised_slots(batch)
         hidden = states[slots.mask]
-        embedded, latent = self._teacher_forced_markov(batch, states, slots)
+        embedded, latent = self._teacher_forced_markov(states, slots)
         loss = vocab_loss(
             hidden,
             slots.teacher.to(hidden.dtype),
@@ -107,9 +107,7 @@ class DSpark(BlockDrafter):
         weight = self.slot_weight(batch)
         return {"tokens": weight} | ({"confidence": weight} if self.confidence_head is not None else {})
 
-    def _teacher_forced_markov(
-        self, batch: DraftBatch, states: Tensor, slots: SupervisedSlots
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def _teacher_forced_markov(self, states: Tensor, slots: SupervisedSlots) -> tuple[Tensor | None, Tensor | None]:
         """W1 embedding of the true previous token and the bias latent, both [R, r], of the supervised slots."""
         if self.markov_head is None:
             return None, None
@@ -143,7 +141,8 @@ class DSpark(BlockDrafter):
     def propose(self, state: BlockState, last: Tensor, sampler: Sampler, num_draft_tokens: int) -> Proposal:
         if num_draft_tokens > self.num_draft_tokens:
             raise ValueError(
-                f"num_draft_tokens={num_draft_tokens} is more than the {self.num_draft_tokens} this drafter was trained for"
+                f"num_draft_tokens={num_draft_tokens} is more than the {self.num_draft_tokens} that this drafter "
+                "was trained for"
             )
         # The whole trained block is always run, since attention inside it is bidirectional; a shorter proposal is a
         # prefix of the full one and the walk stops early.

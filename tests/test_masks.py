@@ -1,0 +1,106 @@
+"""Tests of models/masks.py: every form of the mask against one double loop."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
+
+from models import masks
+from models.masks import block_mask_mod, context_mask
+from tests.conftest import planted_fault
+
+NUM_SLOTS = 3
+# Row 0: two documents and padding. Row 1: one document that fills the row.
+DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, -1, -1], [0] * 10])
+# Anchors 1 apart, at a document's first position, at the row's last one, and unused (-1).
+ANCHORS = torch.tensor([[1, 2, 4, 5, 7, -1], [0, 8, 9, -1, 3, 4]])
+
+
+def loop_context_mask(anchors: Tensor, documents: Tensor) -> Tensor:
+    """[B, A, S]: earlier positions of the anchor's own document."""
+    (batch, num_anchors), length = anchors.shape, documents.shape[1]
+    mask = torch.zeros(batch, num_anchors, length, dtype=torch.bool)
+    for row in range(batch):
+        for index, anchor in enumerate(anchors[row].tolist()):
+            for position in range(length):
+                if anchor >= 0 and position < anchor and documents[row, position] == documents[row, anchor]:
+                    mask[row, index, position] = True
+    return mask
+
+
+def loop_block_mask(anchors: Tensor, documents: Tensor, num_slots: int) -> Tensor:
+    """[B, A*Q, S + A*Q]: the context, and the whole own block of a used anchor."""
+    (batch, num_anchors), length = anchors.shape, documents.shape[1]
+    context = loop_context_mask(anchors, documents)
+    mask = torch.zeros(batch, num_anchors * num_slots, length + num_anchors * num_slots, dtype=torch.bool)
+    for row in range(batch):
+        for query in range(num_anchors * num_slots):
+            block = query // num_slots
+            mask[row, query, :length] = context[row, block]
+            for key in range(num_anchors * num_slots):
+                mask[row, query, length + key] = key // num_slots == block and anchors[row, block] >= 0
+    return mask
+
+
+def check_context_mask() -> None:
+    assert torch.equal(context_mask(ANCHORS, DOCUMENTS), loop_context_mask(ANCHORS, DOCUMENTS))
+
+
+def dense_block_mask(anchors: Tensor, documents: Tensor, num_slots: int) -> Tensor:
+    (batch, num_anchors), length = anchors.shape, documents.shape[1]
+    num_queries = num_anchors * num_slots
+    mask_mod = block_mask_mod(anchors, documents, num_slots)
+    return create_mask(mask_mod, batch, 1, num_queries, length + num_queries, device="cpu")[:, 0]
+
+
+def test_context_mask_equals_a_double_loop() -> None:
+    check_context_mask()
+
+
+def test_context_mask_equals_a_double_loop_on_random_rows() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        anchors = torch.randint(-1, 10, (2, 6), generator=generator)
+        assert torch.equal(context_mask(anchors, DOCUMENTS), loop_context_mask(anchors, DOCUMENTS))
+
+
+@pytest.mark.parametrize("num_slots", [1, NUM_SLOTS])
+def test_flex_mask_equals_a_double_loop(num_slots: int) -> None:
+    mask = dense_block_mask(ANCHORS, DOCUMENTS, num_slots)
+    assert torch.equal(mask, loop_block_mask(ANCHORS, DOCUMENTS, num_slots))
+
+
+def test_dense_and_flex_masks_agree_on_the_context() -> None:
+    of_queries = context_mask(ANCHORS, DOCUMENTS).repeat_interleave(NUM_SLOTS, dim=1)
+    mask = dense_block_mask(ANCHORS, DOCUMENTS, NUM_SLOTS)
+    assert torch.equal(mask[..., : DOCUMENTS.shape[1]], of_queries)
+
+
+def test_an_unused_anchor_sees_nothing() -> None:
+    unused = ANCHORS < 0
+    assert not context_mask(ANCHORS, DOCUMENTS)[unused].any()
+    mask = dense_block_mask(ANCHORS, DOCUMENTS, NUM_SLOTS)
+    assert not mask[unused.repeat_interleave(NUM_SLOTS, dim=1)].any()
+
+
+def test_no_block_sees_padding_or_another_document() -> None:
+    mask = context_mask(ANCHORS, DOCUMENTS)
+    assert not mask[0, :, 8:].any()
+    assert not mask[0, 2:5, :4].any()
+    assert mask[0, 4, 4:7].all()
+
+
+def test_an_off_by_one_rule_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sees_the_anchor(position: Tensor, anchor: Tensor, document: Tensor, anchor_document: Tensor) -> Tensor:
+        return (position <= anchor) & (document == anchor_document)
+
+    with planted_fault(monkeypatch, masks, "sees_context", sees_the_anchor):
+        check_context_mask()
+
+
+def test_a_rule_blind_to_documents_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sees_other_documents(position: Tensor, anchor: Tensor, document: Tensor, anchor_document: Tensor) -> Tensor:
+        return (position < anchor) & (document >= 0) & (anchor_document >= 0)
+
+    with planted_fault(monkeypatch, masks, "sees_context", sees_other_documents):
+        check_context_mask()

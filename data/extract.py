@@ -120,13 +120,16 @@ def render_responses(config: ExtractConfig, tokenizer: PreTrainedTokenizerBase) 
     path = Path(config.responses)
     if not path.is_file():
         raise ValueError(f"responses={path}: no such file; run generate.py first")
-    lines = read_lines(path)
+    lines = read_lines(path, repair=False)
     if not lines:
         raise ValueError(f"responses={path} holds no records")
     records = []
     for number, line in enumerate(lines, start=1):
         messages = normalise_messages(line["messages"], f"{path}:{number}")
-        chat = render_chat(tokenizer, messages, finish_reason=line.get("finish_reason"))
+        try:
+            chat = render_chat(tokenizer, messages, finish_reason=line.get("finish_reason"))
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from error
         chat = RenderedChat(chat.input_ids[: config.max_length], chat.loss_mask[: config.max_length])
         if sum(chat.loss_mask) >= config.min_supervised_tokens:
             records.append(RenderedRecord(line["id"], chat))

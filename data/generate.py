@@ -70,7 +70,7 @@ def generate(config: GenerateConfig, target: Target, tokenizer: PreTrainedTokeni
     path = Path(config.responses)
     prompts = load_prompts(config.prompts, config.builtin, "train")
     sampling = {**asdict(config.sampling), "max_new_tokens": config.max_new_tokens}
-    done = check_responses(read_lines(path), sampling, path)
+    done = check_responses(read_lines(path, repair=True), sampling, path)
     todo = [i for i, prompt in enumerate(prompts) if prompt.id not in done]
     log.info("generate: %d prompts, %d already answered", len(prompts), len(prompts) - len(todo))
     rendered = {i: render_prompt(tokenizer, prompt_part(prompts[i].messages)) for i in todo}

@@ -51,11 +51,16 @@ def start_processes(environment: Mapping[str, str], *, single: bool = False, **o
             f"the launcher started WORLD_SIZE={expected} processes but Accelerate sees {accelerator.num_processes}: "
             "on CPU use `ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node N` (see launch/README.md)"
         )
-    if single and expected > 1:
-        raise ValueError(f"this script runs in one process, the launcher started {expected}: start it with python")
+    if single:
+        check_single(expected)
     if not accelerator.is_main_process:
         logging.getLogger().setLevel(logging.WARNING)
     return accelerator
+
+
+def check_single(num_processes: int) -> None:
+    if num_processes > 1:
+        raise ValueError(f"this script runs in one process, the launcher started {num_processes}: start it with python")
 
 
 @contextmanager
@@ -121,17 +126,37 @@ def git_commit() -> str:
     return commit.stdout.strip()
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Records of an append-only JSONL; a last line torn by a crash is dropped from the file."""
+def read_lines(path: Path, *, repair: bool) -> list[dict[str, Any]]:
+    """Records of an append-only JSONL, but for a last line torn by a crash; `repair` makes the file fit to append to.
+
+    A last line that only lacks its newline counts: editors leave such files. Raises ValueError that names a bad line.
+    """
     if not path.is_file():
         return []
     content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
+    lines = content.split(b"\n")
+    last = lines.pop()
+    torn = not _is_json(last)
+    if not torn:
+        lines.append(last)
+    if repair and last:
         with path.open("r+b") as file:
-            file.truncate(len(whole))
+            file.seek(-len(last) if torn else 0, os.SEEK_END)
+            file.truncate() if torn else file.write(b"\n")
+            file.flush()
             os.fsync(file.fileno())
-    return [json.loads(line) for line in whole.splitlines()]
+    for number, line in enumerate(lines, start=1):
+        if line.strip() and not _is_json(line):
+            raise ValueError(f"{path}:{number} is not valid JSON: correct or remove the line")
+    return [json.loads(line) for line in lines if line.strip()]
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def append_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from models.base import DraftBatch, DraftLoss, Proposal, Serving, SlotLayout
 from models.block import BlockDrafter, BlockState, SupervisedSlots
-from models.losses import VocabLoss, sum_of, vocab_loss
+from models.losses import VocabLoss, sample_vocabulary, sum_of, vocab_loss
 from models.sampling import Purpose, Sampler
 from models.spec import TargetSpec
 
@@ -44,6 +44,7 @@ class DSparkConfig:
     cross_entropy_weight: float
     l1_weight: float
     confidence_weight: float
+    sampled_vocabulary: int | None
 
     def build(self, spec: TargetSpec, *, target_layer_ids: tuple[int, ...], mask_token_id: int) -> "DSpark":
         return DSpark(self, spec, target_layer_ids=target_layer_ids, mask_token_id=mask_token_id)
@@ -79,18 +80,7 @@ class DSpark(BlockDrafter):
         slots = self.supervised_slots(batch)
         hidden = states[slots.mask]
         embedded, latent = self._teacher_forced_markov(states, slots)
-        loss = vocab_loss(
-            hidden,
-            slots.teacher.to(hidden.dtype),
-            head=self.head,
-            labels=slots.labels,
-            weights=slots.weights,
-            cross_entropy=config.cross_entropy_weight,
-            l1=config.l1_weight,
-            bias_input=latent,
-            bias_head=None if self.markov_head is None else self.markov_head.markov_w2.weight,
-            softcap=self.spec.logit_softcap,
-        )
+        loss = self._vocab_loss(batch, hidden, latent, slots)
         numerators = {"tokens": loss.total}
         metrics = self._slot_metrics(loss, slots)
         if self.confidence_head is not None:
@@ -122,6 +112,32 @@ class DSpark(BlockDrafter):
             latent, memory = self.markov_head.latent(step, states[:, :, slot], memory)
             latents.append(latent)
         return embedded, torch.stack(latents, dim=2)[slots.mask]
+
+    def _vocab_loss(
+        self, batch: DraftBatch, hidden: Tensor, latent: Tensor | None, slots: SupervisedSlots
+    ) -> VocabLoss:
+        config = self.config
+        head, labels, log_weights = self.head, slots.labels, None
+        bias_head = None if self.markov_head is None else self.markov_head.markov_w2.weight
+        if config.sampled_vocabulary is not None:
+            # Seeded by the batch itself: a resumed run draws the same columns.
+            generator = torch.Generator().manual_seed(int(batch.anchors.sum() * 1_000_003 + batch.input_ids.sum()))
+            drawn = sample_vocabulary(batch.input_ids, len(head), config.sampled_vocabulary, generator)
+            head, labels, log_weights = head[drawn.ids], drawn.places(labels), drawn.log_weights
+            bias_head = None if bias_head is None else bias_head[drawn.ids]
+        return vocab_loss(
+            hidden,
+            slots.teacher.to(hidden.dtype),
+            head=head,
+            labels=labels,
+            weights=slots.weights,
+            cross_entropy=config.cross_entropy_weight,
+            l1=config.l1_weight,
+            bias_input=latent,
+            bias_head=bias_head,
+            softcap=self.spec.logit_softcap,
+            log_weights=log_weights,
+        )
 
     def _slot_metrics(self, loss: VocabLoss, slots: SupervisedSlots) -> dict[str, tuple[Tensor, Tensor]]:
         """Weighted loss terms; accept rate and top-1 agreement per slot, [K] each."""
@@ -207,6 +223,7 @@ class DSpark(BlockDrafter):
             cross_entropy_weight=0.1 if rank else 1.0,
             l1_weight=0.9 if rank else 0.0,
             confidence_weight=1.0,
+            sampled_vocabulary=None,
         )
         layer_ids = tuple(config["target_layer_ids"])
         return cls(own, spec, target_layer_ids=layer_ids, mask_token_id=config["mask_token_id"])

@@ -37,6 +37,7 @@ def vocab_loss(
     bias_input: Tensor | None = None,  # [R, r], with bias_head [V, r]: logits += bias_input @ bias_head.T
     bias_head: Tensor | None = None,
     softcap: float | None = None,  # logits = softcap * tanh(logits / softcap), before the bias
+    log_weights: Tensor | None = None,  # [V] added to both logits: the columns are a sample (`SampledVocabulary`)
 ) -> VocabLoss:
     """Cross-entropy and L1 distance of draft and target distributions, and their metrics, in one pass.
 
@@ -52,6 +53,7 @@ def vocab_loss(
         head,
         labels,
         weights,
+        log_weights,
         (cross_entropy, l1, softcap),
     )
     return VocabLoss(total, ce_rows, l1_rows, agrees)
@@ -59,7 +61,7 @@ def vocab_loss(
 
 class _ChunkedVocabLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, bias_input, bias_head, teacher, head, labels, weights, options):
+    def forward(ctx, hidden, bias_input, bias_head, teacher, head, labels, weights, log_weights, options):
         ce_weight, l1_weight, softcap = options
         rows, has_bias = hidden.shape[0], bias_head.numel() > 0
         needs = ctx.needs_input_grad[0] or (has_bias and any(ctx.needs_input_grad[1:3]))
@@ -74,6 +76,9 @@ class _ChunkedVocabLoss(torch.autograd.Function):
             if has_bias:
                 logits += (bias_input[part] @ bias_head.T).to(wide)
             target_logits, _ = _logits(teacher[part], head, softcap, keep_slope=False)
+            if log_weights is not None:
+                logits += log_weights
+                target_logits += log_weights
             agrees[part] = logits.argmax(-1) == target_logits.argmax(-1)
             target_probs = torch.softmax(target_logits, dim=-1)
             label = labels[part, None]
@@ -100,7 +105,7 @@ class _ChunkedVocabLoss(torch.autograd.Function):
             scale.to(hidden.dtype) * hidden,
             scale.to(hidden.dtype) * bias_input if with_bias else None,
             scale.to(hidden.dtype) * bias_head if with_bias else None,
-            *[None] * 5,
+            *[None] * 6,
         )
 
 
@@ -138,6 +143,37 @@ def _accumulate(grads, part, grad, cap_slope, head, bias_input, bias_head, has_b
     if cap_slope is not None:
         typed = (grad * cap_slope).to(head.dtype)
     grads[0][part] = (typed @ head).to(grad.dtype)
+
+
+@dataclass(frozen=True)
+class SampledVocabulary:
+    """Columns of the head that stand for all of it in one loss: some for sure, the rest drawn uniformly.
+
+    A drawn column stands for (V - sure) / drawn others, so log of that is added to its logits and the softmax
+    normaliser keeps its expectation. Cross-entropy and L1 become estimates with a small bias (log of a mean).
+    """
+
+    ids: Tensor  # [C] int64 ascending
+    log_weights: Tensor  # [C]
+
+    def places(self, token_ids: Tensor) -> Tensor:
+        """Column of each token; every one must be in `ids`."""
+        return torch.searchsorted(self.ids, token_ids)
+
+
+def sample_vocabulary(sure: Tensor, vocab_size: int, num_drawn: int, generator: torch.Generator) -> SampledVocabulary:
+    """`sure` token ids (any shape, repeats allowed) plus up to `num_drawn` of the others, without replacement."""
+    is_sure = torch.zeros(vocab_size, dtype=torch.bool, device=sure.device)
+    is_sure[sure.flatten()] = True
+    others = (~is_sure).nonzero().squeeze(1)
+    order = torch.randperm(len(others), generator=generator)[:num_drawn]
+    drawn = others[order.to(others.device)]
+    ids = torch.cat((is_sure.nonzero().squeeze(1), drawn))
+    log_weights = torch.zeros(len(ids), device=sure.device)
+    if len(drawn):
+        log_weights[-len(drawn) :] = torch.tensor(len(others) / len(drawn)).log()
+    ids, order = ids.sort()
+    return SampledVocabulary(ids, log_weights[order])
 
 
 def position_decay(num_slots: int, decay: float | None, device: torch.device) -> Tensor:

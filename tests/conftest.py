@@ -163,6 +163,7 @@ def dspark_config(**changes: Any) -> DSparkConfig:
         "cross_entropy_weight": 0.1,
         "l1_weight": 0.9,
         "confidence_weight": 1.0,
+        "sampled_vocabulary": None,
     }
     return DSparkConfig(**options | changes)
 

@@ -58,7 +58,7 @@ def test_splits_share_no_template_and_no_slot_value() -> None:
         texts = [[t if isinstance(t, str) else t["text"] for t in split["templates"]] for split in (train, heldout)]
         assert not set(texts[0]) & set(texts[1]), domain
         for name, values in heldout["slots"].items():
-            assert not set(values) & set(train["slots"][name]), (domain, name)
+            assert not set(values) & set(train["slots"].get(name, [])), (domain, name)
 
 
 def test_templates_list_no_slot_value_twice() -> None:

@@ -1,0 +1,39 @@
+# Everything runs from this checkout; make builds .venv/ here on first use.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Benchmark prompts (gsm8k.jsonl, ...) that the demo measures beside its own, where such a folder is present.
+PROMPTS_DIR ?= $(wildcard ../shared/prompts)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow check format
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/installed  ## the whole path on a real target: answers, features, training, measuring, export
+	@PROMPTS_DIR="$(PROMPTS_DIR)" launch/demo.sh
+
+test: $(VENV)/installed  ## the fast tests, offline, under 6 minutes on two cores
+	$(BIN)/pytest -m "not slow and not gpu"
+
+test-slow: $(VENV)/installed  ## kill loops, launcher matrix, statistics in full; writes outputs/slow.json
+	$(BIN)/pytest -m "slow and not gpu" --slow-report outputs/slow.json
+
+check: $(VENV)/installed  ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/shellcheck launch/*.sh .ci/run
+
+format: $(VENV)/installed  ## fix what ruff can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# constraints.txt holds the exact set that is tested. The seconds go into the demo's summary.
+$(VENV)/installed: pyproject.toml constraints.txt
+	@began=$$(date +%s) && \
+	$(PYTHON) -m venv $(VENV) && \
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' && \
+	echo "{\"seconds\": $$(( $$(date +%s) - began )), \"peak_rss_gib\": 0}" > $(VENV)/setup.json && \
+	touch $@

@@ -1,0 +1,125 @@
+"""Every yaml composes and types, and so does every command of the README."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from data.extract import ExtractConfig
+from data.generate import GenerateConfig
+from eval.harness import EvalConfig
+from models.config import to_dataclass, typed
+from models.target import TargetConfig
+from train.config import TrainConfig
+
+ROOT = Path(__file__).parents[1]
+CONF = ROOT / "conf"
+SCHEMAS = {"generate": GenerateConfig, "extract": ExtractConfig, "train": TrainConfig, "eval": EvalConfig}
+SCRIPTS = [*SCHEMAS, "export"]
+
+
+def load_script(name: str) -> ModuleType:
+    """Run a root script as a module, which registers its schema."""
+    spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SCHEMAS["export"] = load_script("export").ExportConfig
+for _name in SCRIPTS[:-1]:
+    load_script(_name)
+
+
+def compose_and_type(script: str, overrides: list[str]) -> DictConfig:
+    with initialize_config_dir(str(CONF), version_base=None):
+        node = compose(script, overrides)
+    to_dataclass(SCHEMAS[script], node, section=script)
+    if not node.target.get("path") == "???":
+        assert isinstance(typed(node.target, section="target"), TargetConfig)
+    if script == "train":
+        typed(node.model, section="model")
+    return node
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_config_composes_and_types(script: str) -> None:
+    compose_and_type(script, [])
+
+
+@pytest.mark.parametrize("target", options("target"))
+def test_every_target_composes_and_types(target: str) -> None:
+    overrides = [f"target={target}"] + (["target.path=some/name"] if target == "custom" else [])
+    assert compose_and_type("train", overrides).target.name == target
+
+
+@pytest.mark.parametrize("model", options("model"))
+def test_every_drafter_composes_and_types(model: str) -> None:
+    compose_and_type("train", [f"model={model}"])
+
+
+@pytest.mark.parametrize("experiment", options("experiment"))
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_experiment_composes_with_every_script(script: str, experiment: str) -> None:
+    compose_and_type(script, [f"experiment={experiment}"])
+
+
+def test_no_yaml_is_out_of_reach() -> None:
+    """A file that no test above composes would rot."""
+    known = {f"{script}.yaml" for script in SCRIPTS}
+    known |= {f"{group}/{name}.yaml" for group in ("target", "model", "experiment") for name in options(group)}
+    known |= {f"experiment/{s}/{name}.yaml" for s in SCRIPTS for name in options(f"experiment/{s}")}
+    found = {str(path.relative_to(CONF)) for path in CONF.rglob("*.yaml")}
+    assert found == known
+    for script in SCRIPTS:
+        assert set(options(f"experiment/{script}")) <= set(options("experiment"))
+
+
+def readme_commands() -> list[str]:
+    text = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"```(?:bash|sh)?\n(.*?)```", text, flags=re.DOTALL)
+    lines = [line.split("#")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if re.search(r"\b(generate|extract|train|eval|export)\.py\b", line)]
+
+
+def test_the_readme_shows_every_script() -> None:
+    text = "\n".join(readme_commands())
+    assert all(f"{script}.py" in text for script in SCRIPTS)
+
+
+@pytest.mark.parametrize("command", readme_commands())
+def test_every_readme_command_composes(command: str) -> None:
+    words = shlex.split(command)
+    place = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    compose_and_type(Path(words[place]).stem, words[place + 1 :])
+
+
+def test_a_wrong_type_in_a_drafter_config_names_the_key() -> None:
+    with initialize_config_dir(str(CONF), version_base=None):
+        node = compose("train", ["model.num_layers=many"])
+    with pytest.raises(ValueError, match=r"config model.num_layers: .*many"):
+        typed(node.model, section="model")
+
+
+def test_an_unknown_key_in_a_drafter_config_is_named() -> None:
+    with initialize_config_dir(str(CONF), version_base=None):
+        node = compose("train", ["+model.num_layer=2"])
+    with pytest.raises(ValueError, match="num_layer"):
+        typed(node.model, section="model")
+
+
+def test_a_missing_value_in_a_drafter_config_is_named() -> None:
+    with initialize_config_dir(str(CONF), version_base=None):
+        node = compose("train", ["~model.decay"])
+    with pytest.raises(ValueError, match="decay"):
+        typed(node.model, section="model")

@@ -1,0 +1,243 @@
+"""The root scripts end to end on the tiny target, and one clear line for every mistake a user can make."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from accelerate import PartialState
+from hydra.core.global_hydra import GlobalHydra
+from safetensors.torch import load_file, save_file
+
+from conftest import counting_chat, tiny_tokenizer
+from models.target import TargetConfig
+from test_conf import load_script
+
+Script = Callable[..., str]
+
+
+@pytest.fixture
+def script(tiny_target_config: TargetConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Script:
+    """`script(name, *overrides)`: run a root script in this process on the tiny target; returns its standard output."""
+
+    def run(name: str, *overrides: str, target: Path | None = None) -> str:
+        path = target or Path(tiny_target_config.path)
+        common = ["target=custom", f"target.path={path}", "target.name=tiny", "target.dtype=float32"]
+        common += ["target.layer_ids=[0,1,2]", f"target.mask_token_id={tiny_target_config.mask_token_id}"]
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *common, *overrides])
+        GlobalHydra.instance().clear()
+        PartialState._reset_state()
+        module = load_script(name)
+        capsys.readouterr()
+        module.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def fails(script: Script, capsys: pytest.CaptureFixture) -> Callable[..., str]:
+    """Like `script`, but demands one line on standard error and a status other than 0; returns that line."""
+
+    def run(name: str, *overrides: str, target: Path | None = None) -> str:
+        with pytest.raises(SystemExit) as stop:
+            script(name, *overrides, target=target)
+        assert stop.value.code not in (0, None)
+        error = capsys.readouterr().err
+        assert "Traceback" not in error
+        return error
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import random
+
+    rng = random.Random(2)
+    path = tmp_path_factory.mktemp("prompts") / "counting.jsonl"
+    chats = [counting_chat(rng)[:1] for _ in range(32)]
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Filled by the first test of the pipeline and read by the others."""
+    return tmp_path_factory.mktemp("run")
+
+
+TINY_MODEL = ["model.num_layers=1", "model.num_draft_tokens=3", "model.markov_rank=8"]
+
+
+def test_the_whole_path_on_a_tiny_target(script: Script, prompts_file: Path, finished_run: Path) -> None:
+    out = f"output_dir={finished_run}"
+    evaluate = [out, f"tasks=[{prompts_file}]", "num_prompts=6", "max_new_tokens=16", "batch_size=4"]
+    script("generate", out, f"prompts={prompts_file}", "max_new_tokens=20", "batch_size=8")
+    script("extract", out, "feature_dtype=float32", "records_per_shard=10")
+    script("train", out, "num_steps=30", "batch_size=8", "micro_batch_size=8", "optim.learning_rate=5e-3", *TINY_MODEL)
+    script("eval", *evaluate, "temperature=[0,1]", "num_draft_tokens=auto", "check_transformers=2")
+    shown = script("export", out)
+    report = json.loads((finished_run / "summary.json").read_text())
+    assert report["drafter"] == "dspark" and report["num_draft_tokens"] == 3
+    assert report["outputs_identical_to_vanilla"] and report["transformers_generate"]["outputs_identical_to_vanilla"]
+    assert set(report["seconds"]) >= {"generate", "extract", "train", "eval", "export"}
+    assert {row["drafter"] for row in report["rows"]} == {"vanilla", "ngram", "dspark"}
+    assert "acceptance length" in shown and "| dspark" in shown
+    assert (finished_run / "export" / "README.md").read_text().count("| dspark") >= 2
+
+
+def test_eval_accepts_the_exported_folder_and_measures_the_same(
+    script: Script, prompts_file: Path, finished_run: Path, tmp_path: Path
+) -> None:
+    evaluate = [f"tasks=[{prompts_file}]", "num_prompts=6", "max_new_tokens=16", "batch_size=4", f"output_dir={tmp_path}"]
+    script("eval", *evaluate, f"draft={finished_run / 'export'}")
+    ours = json.loads((finished_run / "eval" / "report.json").read_text())
+    again = json.loads((tmp_path / "eval" / "report.json").read_text())
+    for key in ("rounds", "proposed", "accepted", "acceptance_length", "survival", "per_domain"):
+        assert again[key] == ours[key], key
+
+
+def test_a_second_run_keeps_finished_work(script: Script, prompts_file: Path, finished_run: Path) -> None:
+    before = {
+        path: path.stat().st_mtime_ns
+        for part in ("responses.jsonl", "store", "checkpoints", "eval/passes")
+        for path in (finished_run / part).rglob("*")
+    }
+    out = f"output_dir={finished_run}"
+    script("generate", out, f"prompts={prompts_file}", "max_new_tokens=20", "batch_size=8")
+    script("extract", out, "feature_dtype=float32", "records_per_shard=10")
+    script("train", out, "num_steps=30", "batch_size=8", "micro_batch_size=8", "optim.learning_rate=5e-3", *TINY_MODEL)
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+def test_a_wrong_type_names_the_key(fails: Callable[..., str]) -> None:
+    assert "batch_size" in fails("generate", "batch_size=many")
+
+
+def test_an_unknown_key_is_named(fails: Callable[..., str]) -> None:
+    assert "batchsize" in fails("train", "batchsize=3")
+
+
+def test_an_unknown_drafter_is_named_with_the_choices(fails: Callable[..., str]) -> None:
+    error = fails("train", "model=dsparc")
+    assert "dsparc" in error and "dspark" in error
+
+
+def test_a_missing_prompt_file_is_named(fails: Callable[..., str], tmp_path: Path) -> None:
+    error = fails("generate", f"output_dir={tmp_path}", f"prompts={tmp_path / 'nowhere.jsonl'}")
+    assert error.startswith("generate.py: error:") and "nowhere.jsonl" in error
+
+
+def test_missing_responses_say_what_to_run_first(fails: Callable[..., str], tmp_path: Path) -> None:
+    assert "run generate.py first" in fails("extract", f"output_dir={tmp_path}")
+
+
+def test_empty_responses_are_refused(fails: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "responses.jsonl").touch()
+    assert "holds no records" in fails("extract", f"output_dir={tmp_path}")
+
+
+def test_a_chat_without_an_assistant_turn_is_refused(fails: Callable[..., str], tmp_path: Path) -> None:
+    line = {"id": "a", "messages": [{"role": "user", "content": "1 2"}], "finish_reason": "stop"}
+    (tmp_path / "responses.jsonl").write_text(json.dumps(line) + "\n")
+    error = fails("extract", f"output_dir={tmp_path}")
+    assert "assistant turn" in error and "responses.jsonl:1" in error
+
+
+def test_a_missing_store_says_how_to_make_one(fails: Callable[..., str], tmp_path: Path) -> None:
+    assert "extract.py" in fails("train", f"output_dir={tmp_path}", *TINY_MODEL)
+
+
+def test_a_store_of_another_version_is_refused(fails: Callable[..., str], finished_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished_run / "store", tmp_path / "store")
+    manifest = json.loads((tmp_path / "store" / "manifest.json").read_text())
+    (tmp_path / "store" / "manifest.json").write_text(json.dumps({**manifest, "version": 99}))
+    error = fails("train", f"output_dir={tmp_path}", *TINY_MODEL)
+    assert "version 99" in error and "extract.py" in error
+
+
+def other_target(tiny: Path, folder: Path) -> Path:
+    """The tiny target with one weight changed."""
+    shutil.copytree(tiny, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_store_of_another_target_is_refused(
+    fails: Callable[..., str], finished_run: Path, tmp_path: Path, tiny_target_config: TargetConfig
+) -> None:
+    other = other_target(Path(tiny_target_config.path), tmp_path / "target")
+    overrides = [f"output_dir={tmp_path}", f"store={finished_run / 'store'}", *TINY_MODEL]
+    error = fails("train", *overrides, target=other)
+    assert "was made by target tiny" in error and "weights" in error
+
+
+def test_a_drafter_of_another_target_is_refused(
+    fails: Callable[..., str], finished_run: Path, tmp_path: Path, tiny_target_config: TargetConfig
+) -> None:
+    other = other_target(Path(tiny_target_config.path), tmp_path / "target")
+    error = fails("eval", f"output_dir={tmp_path}", f"draft={finished_run / 'checkpoints'}", target=other)
+    assert "was trained for target tiny" in error and "weights_sha256" in error
+
+
+@pytest.mark.parametrize("damage", ["missing", "extra"])
+def test_a_checkpoint_with_a_missing_or_an_extra_key_is_refused(
+    fails: Callable[..., str], finished_run: Path, tmp_path: Path, damage: str
+) -> None:
+    shutil.copytree(finished_run / "export", tmp_path / "draft")
+    weights = load_file(tmp_path / "draft" / "model.safetensors")
+    if damage == "missing":
+        del weights["norm.weight"]
+    else:
+        weights["norm.bias"] = weights["norm.weight"].clone()
+    save_file(weights, tmp_path / "draft" / "model.safetensors")
+    error = fails("eval", f"output_dir={tmp_path}", f"draft={tmp_path / 'draft'}")
+    assert {"missing": "missing norm.weight", "extra": "unexpected norm.bias"}[damage] in error
+
+
+def test_a_missing_drafter_folder_is_named(fails: Callable[..., str], tmp_path: Path) -> None:
+    assert "no such folder" in fails("eval", f"output_dir={tmp_path}", f"draft={tmp_path / 'nowhere'}")
+
+
+def test_a_missing_target_folder_is_named(fails: Callable[..., str], tmp_path: Path) -> None:
+    error = fails("train", f"output_dir={tmp_path}", target=tmp_path / "nowhere")
+    assert "target.path" in error and "nowhere" in error
+
+
+def test_a_length_that_the_drafter_was_not_trained_for_is_refused(
+    fails: Callable[..., str], finished_run: Path, prompts_file: Path
+) -> None:
+    error = fails("eval", f"output_dir={finished_run}", f"tasks=[{prompts_file}]", "num_draft_tokens=9")
+    assert "num_draft_tokens must be auto, null or 1..3" in error
+
+
+def test_processes_that_would_not_know_of_each_other_are_refused(
+    fails: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert "WORLD_SIZE is not" in fails("train", f"output_dir={tmp_path}", *TINY_MODEL)
+
+
+def test_a_world_that_accelerate_does_not_see_is_refused(
+    fails: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "WORLD_SIZE=2" in fails("train", f"output_dir={tmp_path}", *TINY_MODEL)
+
+
+def test_scripts_that_run_in_one_process_refuse_two() -> None:
+    from data.run import check_single
+
+    with pytest.raises(ValueError, match="runs in one process, the launcher started 2"):
+        check_single(2)
+
+
+def test_the_tiny_tokenizer_is_the_one_of_the_target(tiny_target_config: TargetConfig) -> None:
+    from models.target import load_tokenizer
+
+    assert load_tokenizer(tiny_target_config).get_vocab() == tiny_tokenizer().get_vocab()

@@ -1,0 +1,281 @@
+"""Tests of the trainer: resuming, splitting, processes, and what it writes."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, debug_launcher
+from safetensors.torch import load_file
+
+from data.collate import collate
+from data.dataset import RankSampler, StepPlan, TrainingData, sample_anchors
+from data.store import FeatureStore
+from models.checkpoint import step_folders
+from models.target import Target, TargetConfig, TargetIdentity
+from conftest import build_dspark, planted_fault, run_killed
+from train import trainer
+from train.checkpoint import find_checkpoint
+from train.config import OptimConfig, TrackerName, TrainConfig, WandbConfig
+from train.metrics import MetricSums, expected_acceptance_length
+from train.optim import learning_rate
+
+NUM_STEPS = 6
+# eps well above float32 noise: AdamW divides by gradients, and would turn rounding into steps of full size otherwise.
+OPTIM = OptimConfig(
+    learning_rate=2e-3, warmup_ratio=0.2, weight_decay=0.0, beta1=0.9, beta2=0.999, eps=1e-4, max_grad_norm=1.0
+)
+
+
+def train_config(folder: Path, **changes: Any) -> TrainConfig:
+    values: dict[str, Any] = {
+        "name": "test",
+        "output_dir": str(folder),
+        "store": "",
+        "target": {"name": "tiny"},
+        "model": {"kind": "dspark"},
+        "seed": 3,
+        "num_steps": NUM_STEPS,
+        "num_epochs": 1.0,
+        "batch_size": 16,
+        "micro_batch_size": 8,
+        "num_anchors": 4,
+        "num_workers": 0,
+        "optim": OPTIM,
+        "warm_start": False,
+        "resume": "auto",
+        "log_every": 2,
+        "checkpoint_every": 2,
+        "keep_checkpoints": 2,
+        "mixed_precision": "no",
+        "tracker": TrackerName.none,
+        "wandb": WandbConfig(project="test", mode="offline"),
+    }
+    return TrainConfig(**values | changes)
+
+
+@pytest.fixture
+def run_training(
+    tiny_target: Target, tiny_target_config: TargetConfig, tiny_identity: TargetIdentity, tiny_store: FeatureStore
+) -> Any:
+    """`run_training(config, world_size=1)`: train a fresh DSpark; returns the final weights."""
+
+    def run(config: TrainConfig, *, world_size: int = 1) -> dict[str, torch.Tensor]:
+        accelerator = Accelerator(cpu=True)
+        assert accelerator.num_processes == world_size
+        drafter = build_dspark(tiny_target, tiny_target_config)
+        folder = trainer.train(config, drafter, tiny_store, tiny_identity, accelerator, run_config={})
+        return load_file(folder / "model.safetensors")
+
+    return run
+
+
+def logged(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance, msg=name)
+
+
+def test_training_lowers_the_loss_and_logs_every_metric(tmp_path: Path, run_training: Any) -> None:
+    run_training(train_config(tmp_path, num_steps=30, log_every=10))
+    lines = logged(tmp_path)
+    assert [line["step"] for line in lines] == [10, 20, 30]
+    assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
+    expected = {"loss", "learning_rate", "grad_norm", "cross_entropy", "l1", "confidence_bce", "confidence_error"}
+    expected |= {f"accept_rate@{k}" for k in range(4)} | {f"top1_agreement@{k}" for k in range(4)}
+    assert expected <= lines[-1].keys()
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, run_training: Any, call: int) -> None:
+    undisturbed = run_training(train_config(tmp_path / "whole"))
+    config = train_config(tmp_path / "killed")
+    code = run_killed(lambda: run_training(config), kill_before=(trainer, "save_checkpoint", call))
+    assert code == -9
+    assert len(step_folders(tmp_path / "killed" / "checkpoints")) == min(call - 1, 2)
+    resumed = run_training(config)
+    assert all(torch.equal(resumed[name], undisturbed[name]) for name in undisturbed)
+    assert logged(tmp_path / "killed")[-1]["loss"] == logged(tmp_path / "whole")[-1]["loss"]
+
+
+def test_a_kill_inside_a_checkpoint_leaves_the_one_before(tmp_path: Path, run_training: Any) -> None:
+    config = train_config(tmp_path)
+    code = run_killed(lambda: run_training(config), kill_before=(torch, "save", 2))
+    assert code == -9
+    assert [path.name for path in step_folders(tmp_path / "checkpoints")] == ["step_00000002"]
+
+
+@pytest.mark.slow
+def test_runs_killed_before_any_write_resume_to_the_same_bits(tmp_path: Path, run_training: Any) -> None:
+    import models.files
+    import train.checkpoint
+
+    undisturbed = run_training(train_config(tmp_path / "whole"))
+    rng = random.Random(0)
+    kills = 0
+    for trial in range(12):
+        config = train_config(tmp_path / f"killed{trial}")
+        owner, name = rng.choice([(models.files, "fsync"), (train.checkpoint, "fsync"), (torch, "save")])
+        kills += run_killed(lambda: run_training(config), kill_before=(owner, name, rng.randrange(1, 6))) == -9  # noqa: B023
+        resumed = run_training(config)
+        assert all(torch.equal(resumed[key], undisturbed[key]) for key in undisturbed)
+    assert kills >= 8
+
+
+def test_a_finished_run_trains_no_further(tmp_path: Path, run_training: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = run_training(train_config(tmp_path))
+    monkeypatch.setattr(trainer, "optimiser_step", None)  # would raise if called
+    again = run_training(train_config(tmp_path))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_resuming_with_other_options_is_refused(tmp_path: Path, run_training: Any) -> None:
+    run_training(train_config(tmp_path))
+    with pytest.raises(ValueError, match=r"seed \(was 3, now 4\).*resume=none"):
+        run_training(train_config(tmp_path, seed=4))
+    with pytest.raises(ValueError, match=r"learning_rate"):
+        run_training(train_config(tmp_path, optim=replace(OPTIM, learning_rate=1e-3)))
+    with pytest.raises(ValueError, match=r"num_steps \(was 6, now 9\)"):
+        run_training(train_config(tmp_path, num_steps=9))
+
+
+def test_a_resume_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"resume=.*nowhere.*trainer.json"):
+        find_checkpoint(str(tmp_path / "nowhere"), tmp_path)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 4, 16])
+def test_how_a_batch_is_split_changes_no_weight(tmp_path: Path, run_training: Any, micro_batch_size: int) -> None:
+    whole = run_training(train_config(tmp_path / "reference"))
+    split = run_training(train_config(tmp_path / "split", micro_batch_size=micro_batch_size))
+    assert_equal(split, whole, 1e-5)  # float32 sums in another order
+
+
+def test_splits_matter_when_each_micro_batch_normalises_itself(
+    tmp_path: Path, run_training: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def per_micro_batch(run: trainer.Run, batches: list[Any]) -> dict[str, torch.Tensor]:
+        local = run.drafter.denominators(batches[0])
+        return {term: (value * len(batches)).float() for term, value in local.items()}
+
+    with planted_fault(monkeypatch, trainer, "global_denominators", per_micro_batch):
+        test_how_a_batch_is_split_changes_no_weight(tmp_path, run_training, 1)
+
+
+def test_two_processes_equal_one(tmp_path: Path, run_training: Any) -> None:
+    alone = run_training(train_config(tmp_path / "one"))
+
+    def work() -> None:
+        run_training(train_config(tmp_path / "two"), world_size=2)
+
+    debug_launcher(work, num_processes=2)
+    (folder,) = step_folders(tmp_path / "two" / "checkpoints")[-1:]
+    assert folder.name == f"step_{NUM_STEPS:08d}"
+    assert_equal(load_file(folder / "model.safetensors"), alone, 1e-5)
+    for ours, theirs in zip(logged(tmp_path / "two"), logged(tmp_path / "one"), strict=True):
+        for name in set(ours) - {"seconds_per_step"}:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+
+
+def test_a_batch_that_processes_cannot_share_is_refused(tiny_store: FeatureStore) -> None:
+    plan = StepPlan(tiny_store.lengths, 16, 8, seed=0)
+    with pytest.raises(ValueError, match=r"2 micro-batches cannot be shared by 3 processes"):
+        RankSampler(plan, first_step=0, last_step=1, rank=0, world_size=3)
+
+
+def test_a_batch_larger_than_the_store_is_refused(tiny_store: FeatureStore) -> None:
+    with pytest.raises(ValueError, match="larger than the store's 48 records"):
+        StepPlan(tiny_store.lengths, 64, 8, seed=0)
+
+
+def test_a_plan_visits_every_record_once_an_epoch_and_reshuffles(tiny_store: FeatureStore) -> None:
+    plan = StepPlan(tiny_store.lengths, 16, 4, seed=0)
+    epochs = [
+        [i for step in range(3 * e, 3 * e + 3) for part in plan.micro_batches(step) for i in part] for e in (0, 1)
+    ]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(48))
+    assert epochs[0] != epochs[1]
+
+
+def test_processes_share_the_micro_batches_of_a_step(tiny_store: FeatureStore) -> None:
+    plan = StepPlan(tiny_store.lengths, 16, 4, seed=0)
+    ranks = [
+        list(RankSampler(plan, first_step=1, last_step=2, rank=rank, world_size=2)) for rank in range(2)
+    ]
+    shared = [[record for record, _ in batch] for pair in zip(*ranks, strict=True) for batch in pair]
+    assert shared == plan.micro_batches(1)
+
+
+def test_anchors_depend_on_seed_epoch_and_record_only(tiny_store: FeatureStore) -> None:
+    data = TrainingData(tiny_store, layer_ids=(0, 1, 2), num_anchors=3, seed=5)
+    again = TrainingData(tiny_store, layer_ids=(0, 1, 2), num_anchors=3, seed=5)
+    assert torch.equal(data[4, 0].anchors, again[4, 0].anchors)
+    assert any(not torch.equal(data[i, 0].anchors, data[i, 1].anchors) for i in range(8))
+
+
+def test_anchors_and_their_next_tokens_are_supervised() -> None:
+    mask = torch.tensor([0, 1, 1, 1, 0, 1, 0, 1, 1]).bool()
+    generator = torch.Generator().manual_seed(0)
+    assert sample_anchors(mask, 99, generator).tolist() == [1, 2, 7]
+    drawn = [tuple(sample_anchors(mask, 2, generator).tolist()) for _ in range(60)]
+    assert set(drawn) == {(1, 2), (1, 7), (2, 7)}
+
+
+def test_collated_rows_point_at_their_last_hidden_states(tiny_store: FeatureStore) -> None:
+    data = TrainingData(tiny_store, layer_ids=(0, 1, 2), num_anchors=3, seed=0)
+    batch = collate([data[i, 0] for i in (3, 0, 7)])
+    for row, index in enumerate((3, 0, 7)):
+        record = tiny_store[index]
+        length = len(record.input_ids)
+        assert batch.input_ids[row, :length].tolist() == record.input_ids.tolist()
+        assert batch.document_ids[row].tolist() == [0] * length + [-1] * (batch.input_ids.shape[1] - length)
+        supervised = record.loss_mask.nonzero().squeeze(1)
+        rows = batch.last_hidden_ids[row, supervised - 1]
+        assert torch.equal(batch.last_hidden[rows], record.last_hidden)
+        assert (batch.last_hidden_ids[row] >= 0).sum() == len(supervised)
+
+
+def test_the_learning_rate_warms_up_then_falls_and_never_reaches_zero() -> None:
+    rates = [learning_rate(step, 100, OPTIM) for step in range(100)]
+    assert rates[19] == pytest.approx(2e-3) and rates[0] == pytest.approx(1e-4)
+    assert rates[:20] == sorted(rates[:20]) and rates[20:] == sorted(rates[20:], reverse=True)
+    assert 0 < rates[-1] < 1e-5
+
+
+def test_metrics_divide_sums_by_counts_over_all_batches() -> None:
+    from models.base import DraftLoss
+
+    sums = MetricSums()
+    sums.add(DraftLoss({}, {"a": (torch.tensor(3.0), torch.tensor(1.0)), "b": (torch.ones(2), torch.ones(2))}))
+    sums.add(DraftLoss({}, {"a": (torch.tensor(1.0), torch.tensor(3.0)), "b": (torch.ones(2), torch.zeros(2))}))
+    assert sums.report(Accelerator(cpu=True)) == {"a": 1.0, "b@0": 2.0, "b@1": 2.0}
+
+
+def test_the_expected_acceptance_length_counts_the_bonus() -> None:
+    report = expected_acceptance_length({"accept_rate@0": 0.5, "accept_rate@1": 0.5})
+    assert report == {"teacher_forced_acceptance_length": 1.75}
+
+
+def test_wandb_writes_an_offline_run_without_network(
+    tmp_path: Path, run_training: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import socket
+
+    def refuse(self: socket.socket, address: Any) -> None:
+        assert isinstance(address, str) or address[0] in ("127.0.0.1", "::1"), f"connection to {address}"
+        original(self, address)
+
+    original = socket.socket.connect
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run_training(train_config(tmp_path, tracker=TrackerName.wandb))
+    (run_folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert list(run_folder.glob("run-*.wandb"))

@@ -64,8 +64,12 @@ class Target:
         self.head: Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
         self.embedding: Tensor = model.get_input_embeddings().weight  # type: ignore[operator]
         config = self.backbone.config.to_dict()  # families without windows have neither key
-        self.layer_types = set(config.get("layer_types") or ["full_attention"])
-        self.sliding_window: int | None = config["sliding_window"] if "sliding_attention" in self.layer_types else None
+        window = config.get("sliding_window")
+        # Without layer types (Mistral, Phi-3) a window holds in every layer, and the backbone takes one mask for all.
+        self.one_mask = not config.get("layer_types")
+        everywhere = "full_attention" if window is None else "sliding_attention"
+        self.layer_types = {everywhere} if self.one_mask else set(config["layer_types"])
+        self.sliding_window: int | None = window if "sliding_attention" in self.layer_types else None
         if unknown := self.layer_types - {"full_attention", "sliding_attention"}:
             raise ValueError(f"target has {sorted(unknown)} layers, whose state cannot be rolled back; not supported")
         for index in layer_ids:
@@ -98,7 +102,7 @@ class Target:
 
     @torch.inference_mode()
     def forward_whole(self, input_ids: Tensor) -> TargetOutput:
-        """Run right-padded sequences [B, S] from position 0 without a cache (padding follows, so causality hides it)."""
+        """Run right-padded sequences [B, S] from position 0 without a cache (causality hides padding that follows)."""
         return self._run(True, input_ids=input_ids, use_cache=False)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -118,7 +122,8 @@ class Target:
             return visible
         slots = torch.arange(visible.shape[-1], device=visible.device)
         recent = (slots > positions[..., None] - self.sliding_window)[:, None]
-        return {"full_attention": visible, "sliding_attention": visible & recent}
+        windowed = visible & recent
+        return windowed if self.one_mask else {"full_attention": visible, "sliding_attention": windowed}
 
 
 @contextmanager
@@ -257,7 +262,8 @@ def target_identity(config: TargetConfig) -> TargetIdentity:
     """Hashes of config and weights of a local folder; of the config only where weights are not local files."""
     hf_config = load_hf_config(config)
     text = hf_config.to_json_string(use_diff=False)
-    stable = "\n".join(line for line in text.splitlines() if "transformers_version" not in line)
+    # where the folder lies and which version read it do not make another target
+    stable = "\n".join(x for x in text.splitlines() if not x.strip().startswith(('"_name_or_path"', '"transformers_v')))
     folder = Path(config.path)
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     weights = sha256_text("\n".join(sha256_file(path) for path in files)) if files else ""

@@ -1,0 +1,149 @@
+"""Tests of loading in models/target.py and of models/spec.py: what is read, chosen and refused."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from models.spec import TargetSpec
+from models.target import (
+    Target,
+    TargetConfig,
+    choose_mask_token,
+    dtype_of,
+    feature_layer_ids,
+    load_frozen,
+    load_spec,
+    load_target,
+    target_identity,
+)
+from tests.conftest import tiny_tokenizer
+from tests.tiny_families import SIZES, build, check_close, random_ids
+
+
+def config_of(path: str, **changes: Any) -> TargetConfig:
+    return replace(TargetConfig("test", path, None, None, "float32", None, None), **changes)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "layer_ids"),
+    [
+        (2, (1,)),
+        (4, (2,)),
+        (5, (2,)),
+        (6, (1, 3)),
+        (30, (1, 8, 14, 20, 27)),
+        (32, (1, 8, 15, 22, 29)),
+        (36, (1, 9, 17, 25, 33)),
+        (40, (1, 10, 19, 28, 37)),
+    ],
+)
+def test_feature_layers_follow_the_published_rule(num_layers: int, layer_ids: tuple[int, ...]) -> None:
+    spec = replace(build("qwen3").spec, num_layers=num_layers)
+    assert feature_layer_ids(config_of("x"), spec) == layer_ids
+    assert feature_layer_ids(config_of("x", layer_ids=(0, 1)), spec) == (0, 1)
+
+
+def test_the_mask_token_is_the_first_unused_row_or_the_configured_one() -> None:
+    tokenizer, spec = tiny_tokenizer(), replace(build("qwen3").spec, vocab_size=64)
+    assert choose_mask_token(config_of("x"), spec, tokenizer) == len(tokenizer)
+    assert choose_mask_token(config_of("x", mask_token_id=3), spec, tokenizer) == 3
+    with pytest.raises(ValueError, match=r"target\.mask_token_id=null and all 55 embedding rows"):
+        choose_mask_token(config_of("x"), replace(spec, vocab_size=len(tokenizer)), tokenizer)
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"target\.path=.*nowhere.*config\.json"):
+        load_target(config_of(str(tmp_path / "nowhere")), torch.device("cpu"))
+
+
+def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
+    Qwen3Config(**SIZES).save_pretrained(tmp_path)
+    config = config_of(str(tmp_path))
+    with pytest.raises(ValueError, match=r"no \*\.safetensors file"):
+        load_frozen(config, load_spec(config))
+
+
+def test_recurrent_layers_are_refused() -> None:
+    recurrent = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "num_experts": 2, "num_experts_per_tok": 1}
+    kinds = ["linear_attention", "full_attention"] * 2
+    model = Qwen3NextForCausalLM(Qwen3NextConfig(**SIZES, **recurrent, layer_types=kinds))
+    with pytest.raises(ValueError, match=r"\['linear_attention'\] layers, whose state cannot be rolled back"):
+        Target(model, TargetSpec.from_config(model.config), (0,))
+
+
+@pytest.mark.parametrize("layer_ids", [(4,), (-1, 2)])
+def test_layers_that_do_not_exist_are_refused(layer_ids: tuple[int, ...]) -> None:
+    target = build("qwen3")
+    with pytest.raises(ValueError, match=r"target\.layer_ids must be in 0\.\.3, got \["):
+        Target(target.model, target.spec, layer_ids)
+
+
+def test_an_unknown_dtype_is_named() -> None:
+    assert dtype_of("bfloat16") is torch.bfloat16
+    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16, got int8"):
+        dtype_of("int8")
+
+
+def save(family: str, folder: Path) -> TargetConfig:
+    build(family).model.save_pretrained(folder)
+    return config_of(str(folder))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_embedding_and_head_are_read_without_the_model(family: str, tmp_path: Path) -> None:
+    """qwen3 has its own head here, gemma3 shares the embedding."""
+    config, target = save(family, tmp_path), build(family)
+    embedding, head = load_frozen(config, load_spec(config))
+    assert torch.equal(embedding, target.embedding)
+    assert torch.equal(head, target.head)
+
+
+def test_loading_gives_the_saved_target_with_its_stop_ids(tmp_path: Path) -> None:
+    config = save("qwen3", tmp_path)
+    GenerationConfig(eos_token_id=[7, 9]).save_pretrained(tmp_path)  # as chat models do; config.json has none
+    loaded = load_target(config, torch.device("cpu"), layer_ids=(0, 2))
+    assert loaded.spec.eos_token_ids == (7, 9) == load_spec(config).eos_token_ids
+    ours, expected = (target.forward_whole(random_ids(2, 9)) for target in (loaded, build("qwen3")))
+    check_close(ours.hidden, expected.hidden)
+    check_close(ours.features, expected.features)
+
+
+def test_identity_follows_weights_and_config(tmp_path: Path) -> None:
+    config = save("qwen3", tmp_path / "a")
+    again = replace(save("qwen3", tmp_path / "b"), name="other")
+    first, second = target_identity(config), target_identity(again)
+    assert (first.config_sha256, first.weights_sha256) == (second.config_sha256, second.weights_sha256)
+    other = target_identity(save("gemma3", tmp_path / "c"))
+    assert first.config_sha256 != other.config_sha256 and first.weights_sha256 != other.weights_sha256
+
+
+def test_a_spec_survives_its_dictionary_and_names_what_is_missing() -> None:
+    spec = build("gemma3").spec
+    assert TargetSpec.from_dict(spec.to_dict()) == spec
+    values = spec.to_dict()
+    del values["head_dim"]
+    with pytest.raises(ValueError, match=r"missing \['head_dim'\], unknown \['head_size'\]"):
+        TargetSpec.from_dict(values | {"head_size": 8})
+
+
+def test_a_spec_takes_the_rotary_base_of_full_attention_layers() -> None:
+    assert build("qwen3").spec.rope_parameters == {"rope_type": "default", "rope_theta": 10_000.0}
+    assert build("gemma3").spec.rope_parameters["rope_theta"] == 1_000_000.0
+    old = LlamaConfig(**SIZES, rope_theta=5e5)  # as transformers 4 wrote it
+    assert TargetSpec.from_config(old).rope_parameters["rope_theta"] == 5e5
+
+
+def test_a_config_without_a_decoder_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no vocab_size, hidden_size, num_hidden_layers: not a decoder LM"):
+        TargetSpec.from_config(PreTrainedConfig())

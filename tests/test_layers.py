@@ -1,0 +1,131 @@
+"""Tests of models/layers.py: block attention against a loop, the rest against transformers' own layers."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, apply_rotary_pos_emb
+
+from models.layers import BlockAttention, GatedMLP, RMSNorm, Rotary, attend_blocks, rotate
+from models.spec import TargetSpec
+from tests.tiny_families import SIZES, build
+
+# Float32 sums over a few dozen keys in another order.
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+SCALED_ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default", "rope_theta": 1e6},
+    {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32},
+]
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def loop_attention(
+    queries: Tensor, block: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: Tensor
+) -> Tensor:
+    """One softmax per query over its visible context and its own block, head by head."""
+    output = torch.zeros_like(queries)
+    batch, num_anchors, num_slots, num_heads, size = queries.shape
+    group = num_heads // context[0].shape[1]
+    for row in range(batch):
+        for anchor in range(num_anchors):
+            seen = mask[row, anchor]
+            for head in range(num_heads):
+                kv = head // group
+                keys = torch.cat((context[0][row, kv, seen], block[0][row, anchor, :, kv]))
+                values = torch.cat((context[1][row, kv, seen], block[1][row, anchor, :, kv]))
+                for slot in range(num_slots):
+                    scores = keys @ queries[row, anchor, slot, head] / size**0.5
+                    output[row, anchor, slot, head] = scores.softmax(0) @ values
+    return output
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(("num_anchors", "num_slots"), [(1, 1), (1, 4), (3, 4)])
+def test_block_attention_equals_a_softmax_per_query(num_kv_heads: int, num_anchors: int, num_slots: int) -> None:
+    queries = normal(2, num_anchors, num_slots, 4, 8)
+    block = tuple(normal(2, 2, num_anchors, num_slots, num_kv_heads, 8, seed=1))
+    context = tuple(normal(2, 2, num_kv_heads, 7, 8, seed=2))
+    mask = torch.rand(2, num_anchors, 7, generator=torch.Generator().manual_seed(3)) < 0.5
+    mask[0, 0] = False  # an anchor at the start of its document sees its own block only
+    mask[1, 0] = True
+    output = attend_blocks(queries, block, context, mask)
+    torch.testing.assert_close(output, loop_attention(queries, block, context, mask), **CLOSE)
+
+
+def test_block_attention_has_the_gradients_of_the_loop() -> None:
+    mask = torch.tensor([[[True, True, False], [False, False, False]]])
+    grads = []
+    for attend in (attend_blocks, loop_attention):
+        queries, block, context = normal(1, 2, 3, 4, 8), normal(2, 1, 2, 3, 2, 8, seed=1), normal(2, 1, 2, 3, 8, seed=2)
+        leaves = [x.requires_grad_() for x in (queries, block, context)]
+        attend(queries, (block[0], block[1]), (context[0], context[1]), mask).pow(2).sum().backward()
+        grads.append([x.grad for x in leaves])
+    for ours, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_context_and_slots_share_their_projections() -> None:
+    """Slots that copy the context's inputs and positions get the context's keys and values."""
+    spec = build("qwen3").spec
+    attention, rotary = BlockAttention(spec), Rotary(spec)
+    x, positions = normal(2, 5, spec.hidden_size), torch.arange(5).expand(2, 5)
+    keys, values = attention.keys_values(x, *rotary(positions))
+    assert keys.shape == values.shape == (2, 5, spec.num_kv_heads, spec.head_dim)
+    expected = attention.k_norm(attention.k_proj(x).view(2, 5, spec.num_kv_heads, spec.head_dim))
+    torch.testing.assert_close(keys, rotate(expected, *rotary(positions)), **CLOSE)
+    assert torch.equal(values, attention.v_proj(x).view_as(values))
+
+
+@pytest.mark.parametrize("parameters", SCALED_ROPES, ids=lambda p: p["rope_type"])
+def test_rotary_equals_transformers(parameters: dict[str, Any]) -> None:
+    target = build("llama")
+    config = type(target.model.config)(**SIZES, rope_parameters=parameters)
+    ours = Rotary(replace(target.spec, rope_parameters=TargetSpec.from_config(config).rope_parameters))
+    positions = torch.tensor([[0, 1, 5, 100], [7, 3, 127, 64]])
+    cos, sin = ours(positions)
+    expected_cos, expected_sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
+    torch.testing.assert_close(cos, expected_cos, **CLOSE)
+    torch.testing.assert_close(sin, expected_sin, **CLOSE)
+    x = normal(2, 4, 3, SIZES["head_dim"])
+    expected, _ = apply_rotary_pos_emb(x.transpose(1, 2), x.transpose(1, 2), expected_cos, expected_sin)
+    torch.testing.assert_close(rotate(x, cos, sin), expected.transpose(1, 2), **CLOSE)
+
+
+def test_rotary_frequencies_stay_float32_in_narrow_drafters() -> None:
+    """bfloat16 frequencies are off by 0.4 %, at position 1000 a radian."""
+    spec = build("qwen3").spec
+    rotary = Rotary(spec)
+    cos, sin = rotary(torch.tensor([[100]]))
+    assert cos.dtype == sin.dtype == rotary.inv_freq.dtype == torch.float32
+    x = normal(1, 1, 2, spec.head_dim).bfloat16()
+    torch.testing.assert_close(rotate(x, cos, sin), rotate(x.float(), cos, sin).bfloat16(), rtol=0, atol=0)
+
+
+def test_norm_and_mlp_equal_those_of_qwen3() -> None:
+    target = build("qwen3")
+    x = normal(2, 3, SIZES["hidden_size"])
+    norm, expected_norm = RMSNorm(SIZES["hidden_size"], 1e-6), Qwen3RMSNorm(SIZES["hidden_size"], 1e-6)
+    mlp, expected_mlp = GatedMLP(target.spec), Qwen3MLP(target.model.config)
+    for ours, expected in ((norm, expected_norm), (mlp, expected_mlp)):
+        with torch.no_grad():
+            for parameter in expected.parameters():
+                parameter.copy_(normal(*parameter.shape, seed=4))
+        ours.load_state_dict(expected.state_dict())  # the same names
+        torch.testing.assert_close(ours(x), expected(x), rtol=1e-5, atol=1e-4)
+    narrow = x.bfloat16()
+    assert torch.equal(norm.bfloat16()(narrow), expected_norm.bfloat16()(narrow))

@@ -23,6 +23,7 @@ from data.store import (
     StoreRecord,
     finished_shards,
     publish,
+    remove_sidecars,
     supervised_rows,
     write_shard,
 )
@@ -73,6 +74,8 @@ def extract(
     )
     if (folder / "manifest.json").is_file():
         check_finished(folder, header)
+        if accelerator.is_main_process:
+            remove_sidecars(folder)  # of a run that was killed right after its manifest
         return
     records = render_responses(config, tokenizer)
     shards = [records[i : i + config.records_per_shard] for i in range(0, len(records), config.records_per_shard)]
@@ -90,6 +93,7 @@ def extract(
         write_shard(folder, header, shard_index=index, records=extracted, inputs_sha256=inputs_hash(shards[index]))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        remove_leftovers(folder, len(shards))
         infos: list[ShardInfo] = [info for _, info in sorted(finished_shards(folder, header).items())]
         publish(folder, header, infos)
     accelerator.wait_for_everyone()
@@ -102,6 +106,16 @@ def check_finished(folder: Path, header: StoreHeader) -> None:
         differing = [key for key, value in asdict(header).items() if asdict(existing)[key] != value]
         raise ValueError(f"store={folder} exists with another {', '.join(differing)}: remove it or choose another name")
     log.info("extract: %s is finished", folder)
+
+
+def remove_leftovers(folder: Path, num_shards: int) -> None:
+    """Remove what interrupted runs left: unfinished files, and shards of responses that are no longer there."""
+    for path in folder.glob(".*.tmp"):
+        path.unlink()
+    for path in folder.glob("shard-*.safetensors"):
+        if int(path.stem.removeprefix("shard-")) >= num_shards:
+            path.with_suffix(".json").unlink(missing_ok=True)
+            path.unlink()
 
 
 def verify_store(folder: Path) -> None:

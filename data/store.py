@@ -201,6 +201,11 @@ def publish(folder: Path, header: StoreHeader, shard_infos: Sequence[ShardInfo])
             "shards": [asdict(ShardEntry(i.file, i.bytes, i.sha256, i.num_records)) for i in shard_infos],
         },
     )
+    remove_sidecars(folder)
+
+
+def remove_sidecars(folder: Path) -> None:
+    """A published store has no use for them."""
     for sidecar in folder.glob("shard-*.json"):
         sidecar.unlink()
 

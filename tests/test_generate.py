@@ -1,0 +1,203 @@
+"""Answers of the target: equal to transformers one by one, resumable, and cut where they say so."""
+
+import copy
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import data.generate as generate_module
+from data.generate import BuiltinPrompts, GenerateConfig, answer_batch, generate
+from data.run import append_lines, read_lines
+from eval.decode import DecodeConfig, decode
+from eval.schedule import Schedule, ScheduleName
+from eval.verify import Rule
+from models.sampling import SamplingConfig
+from models.target import Target, TargetConfig
+from tests.conftest import run_killed, tiny_tokenizer
+
+GREEDY = SamplingConfig(0.0, 0, 1.0, 0.0, 0)
+SAMPLED = SamplingConfig(1.0, 0, 0.9, 0.0, 3)
+NUM_PROMPTS = 10
+
+
+def config_of(folder: Path, **changes: Any) -> GenerateConfig:
+    """Ten prompts of 1 to 5 numbers in a file, and a place for the answers."""
+    prompts = folder / "prompts.jsonl"
+    if not prompts.is_file():
+        lines = [
+            {"id": f"p{index}", "prompt": " ".join(str((7 * index + n) % 50) for n in range(1 + index % 5))}
+            for index in range(NUM_PROMPTS)
+        ]
+        prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    base = GenerateConfig(
+        name="tiny",
+        output_dir=str(folder),
+        responses=str(folder / "responses.jsonl"),
+        target=None,
+        prompts=str(prompts),
+        builtin=BuiltinPrompts(0, 0, 0),
+        sampling=GREEDY,
+        max_new_tokens=16,
+        batch_size=4,
+    )
+    return replace(base, **changes)
+
+
+def answers_of(config: GenerateConfig) -> dict[str, dict[str, Any]]:
+    lines = [json.loads(line) for line in Path(config.responses).read_text().splitlines()]
+    assert len({line["id"] for line in lines}) == len(lines), "a prompt was answered twice"
+    return {line["id"]: line for line in lines}
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 12])
+def test_batched_greedy_answers_equal_those_of_transformers_one_by_one(
+    tiny_target: Target,
+    tiny_target_config: TargetConfig,
+    tiny_prompts: list[list[int]],
+    tmp_path: Path,
+    batch_size: int,
+) -> None:
+    config = config_of(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_config.path, dtype=torch.float32).eval()
+    for start in range(0, 12, batch_size):
+        prompts = tiny_prompts[start : start + batch_size]
+        answers = answer_batch(tiny_target, prompts, range(len(prompts)), config)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            ids = torch.tensor([prompt])
+            output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16)
+            assert output[0, len(prompt) :].tolist() == answer.tokens
+            assert answer.finish_reason == ("stop" if answer.tokens[-1] in tiny_target.spec.eos_token_ids else "length")
+
+
+def test_sampled_answers_do_not_depend_on_the_batch(
+    tiny_target: Target, tiny_prompts: list[list[int]], tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, sampling=SAMPLED)
+    together = answer_batch(tiny_target, tiny_prompts, range(12), config)
+    assert len({len(answer.tokens) for answer in together}) > 2
+    backwards = answer_batch(tiny_target, tiny_prompts[::-1], range(11, -1, -1), config)
+    assert backwards[::-1] == together
+    assert [answer_batch(tiny_target, [tiny_prompts[i]], [i], config)[0] for i in range(12)] == together
+
+
+def test_answers_are_those_of_the_vanilla_runtime(
+    tiny_target: Target, tiny_prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """Generation and evaluation share noise and stopping, so a drafter is trained on what it is measured on."""
+    answers = answer_batch(tiny_target, tiny_prompts, range(12), config_of(tmp_path, sampling=SAMPLED))
+    vanilla = DecodeConfig(16, 12, 0, Rule.ratio, Schedule(ScheduleName.fixed, 0.0), SAMPLED)
+    generations = decode(tiny_target, None, tiny_prompts, vanilla).generations
+    assert [(a.tokens, a.finish_reason) for a in answers] == [(g.tokens, g.finish_reason) for g in generations]
+
+
+def test_the_stop_token_is_no_content_and_a_cut_answer_says_so(tiny_target: Target, tmp_path: Path) -> None:
+    config, tokenizer = config_of(tmp_path, max_new_tokens=12), tiny_tokenizer()
+    generate(config, tiny_target, tokenizer)
+    lines = answers_of(config)
+    assert {line["finish_reason"] for line in lines.values()} == {"stop", "length"}
+    for line in lines.values():
+        assert set(line) == {"id", "domain", "split", "messages", "finish_reason", "sampling"}
+        user, assistant = line["messages"]
+        assert (user["role"], assistant["role"], line["split"]) == ("user", "assistant", "train")
+        words = assistant["content"].split()
+        assert "<end>" not in words
+        assert len(words) == 12 if line["finish_reason"] == "length" else len(words) < 12
+        assert line["sampling"] == {**vars(GREEDY), "max_new_tokens": 12}
+
+
+def test_every_stop_token_ends_an_answer(tiny_target: Target, tiny_prompts: list[list[int]], tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    other = copy.copy(tiny_target)
+    tokens = answer_batch(tiny_target, tiny_prompts[:1], [0], config)[0].tokens
+    for stop in dict.fromkeys(tokens):
+        other.spec = replace(tiny_target.spec, eos_token_ids=(*tiny_target.spec.eos_token_ids, stop))
+        answer = answer_batch(other, tiny_prompts[:1], [0], config)[0]
+        assert (answer.tokens, answer.finish_reason) == (tokens[: tokens.index(stop) + 1], "stop")
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_a_killed_run_resumes_to_the_same_answers(
+    tiny_target: Target, tmp_path: Path, sampling: SamplingConfig
+) -> None:
+    """Equal line by line as sets: a resumed run forms other batches, so lines may come in another order."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for folder in (whole, broken):
+        folder.mkdir()
+    config = config_of(whole, sampling=sampling)
+    generate(config, tiny_target, tiny_tokenizer())
+    wanted = sorted(Path(config.responses).read_text().splitlines())
+    resumed = config_of(broken, sampling=sampling)
+    counts = []
+    kills = ((generate_module, "append_lines", 2), (os, "fsync", 1), (generate_module, "answer_batch", 1))
+    for owner, name, call in kills:
+        code = run_killed(
+            lambda: generate(resumed, tiny_target, tiny_tokenizer()),  # type: ignore[arg-type]
+            kill_before=(owner, name, call),
+        )
+        assert code == -9
+        counts.append(len(answers_of(resumed)))
+    assert counts == [4, 8, 8], "batches that were written count, also before their fsync"
+    generate(resumed, tiny_target, tiny_tokenizer())
+    assert sorted(Path(resumed.responses).read_text().splitlines()) == wanted
+    before = Path(resumed.responses).read_bytes()
+    generate(resumed, tiny_target, tiny_tokenizer())
+    assert Path(resumed.responses).read_bytes() == before, "a finished run has nothing to do"
+
+
+@pytest.mark.parametrize("cut", [1, 40])
+def test_a_line_torn_by_a_crash_is_answered_again(tiny_target: Target, tmp_path: Path, cut: int) -> None:
+    """Cut in the middle of the last line, or just before its newline."""
+    config = config_of(tmp_path)
+    generate(config, tiny_target, tiny_tokenizer())
+    path = Path(config.responses)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    generate(config, tiny_target, tiny_tokenizer())
+    assert sorted(path.read_bytes().splitlines()) == sorted(whole.splitlines())
+
+
+def test_a_file_without_a_final_newline_loses_no_whole_record(tmp_path: Path) -> None:
+    """As editors and other tools leave it; what is appended later stands on its own line."""
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"id": "a"}\n{"id": "b"}')
+    before = path.read_bytes()
+    assert read_lines(path, repair=False) == [{"id": "a"}, {"id": "b"}]
+    assert path.read_bytes() == before, "a file that is only read stays as it is"
+    assert read_lines(path, repair=True) == [{"id": "a"}, {"id": "b"}]
+    append_lines(path, [{"id": "é"}])
+    assert read_lines(path, repair=True) == [{"id": "a"}, {"id": "b"}, {"id": "é"}]
+
+
+@pytest.mark.parametrize("changes", [{"max_new_tokens": 8}, {"sampling": SAMPLED}])
+def test_other_sampling_options_are_refused(tiny_target: Target, tmp_path: Path, changes: dict[str, Any]) -> None:
+    generate(config_of(tmp_path), tiny_target, tiny_tokenizer())
+    before = (tmp_path / "responses.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="holds answers with sampling"):
+        generate(config_of(tmp_path, **changes), tiny_target, tiny_tokenizer())
+    assert (tmp_path / "responses.jsonl").read_bytes() == before
+
+
+def test_another_batch_size_resumes_and_changes_no_answer(tiny_target: Target, tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    generate(config, tiny_target, tiny_tokenizer())
+    wanted = answers_of(config)
+    lines = (tmp_path / "responses.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "responses.jsonl").write_text("".join(lines[:3]))
+    generate(replace(config, batch_size=3), tiny_target, tiny_tokenizer())
+    assert answers_of(config) == wanted
+
+
+def test_only_training_prompts_are_answered(tiny_target: Target, tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    path = Path(str(config.prompts))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[0]["split"] = "heldout"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    generate(config, tiny_target, tiny_tokenizer())
+    assert set(answers_of(config)) == {f"p{index}" for index in range(1, NUM_PROMPTS)}

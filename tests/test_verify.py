@@ -56,7 +56,7 @@ class Case:
 
 
 def make_case(seed: int, *, vocab_size: int = 3, num_drafts: int = 3, holes: bool = False, equal: bool = False) -> Case:
-    """Random tables in float64; `holes` puts zeros where the other side has mass, both ways; `equal` drafts perfectly."""
+    """Random tables in float64. `holes` puts zeros where the other side has mass; `equal` drafts perfectly."""
     generator = torch.Generator().manual_seed(seed)
 
     def row(hole: int | None) -> Tensor:

@@ -1,0 +1,154 @@
+"""What a report says: documented keys, plain words where speculation is slower, stages merged into the summary."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.autotune import LengthChoice
+from eval.decode import Generation, Round
+from eval.report import build_report, model_card, render, row_of, speed_remark, write_summary
+from eval.stats import Pass
+from models.files import write_json
+
+ROW_KEYS = {
+    *("target", "drafter", "temperature", "rule", "schedule", "num_draft_tokens", "slot_layout", "dtype", "device"),
+    *("num_prompts", "rounds", "proposed", "accepted", "acceptance_length", "acceptance_length_per_request"),
+    *("acceptance_rate", "survival", "conditional_acceptance", "outputs_identical_to_vanilla"),
+    *("near_tie_divergences", "tokens_per_second", "vanilla_tokens_per_second", "per_domain"),
+}
+SUMMARY_KEYS = ROW_KEYS | {"n_gram", "peak_rss_gib", "seconds"}
+IDENTICAL = {"outputs_identical_to_vanilla": True, "near_tie_divergences": 0}
+
+
+def pass_of(drafter: str, *, accepted: int, seconds: float, temperature: float = 0.0, task_set: str = "main") -> Pass:
+    """Two requests of different domains, 3 rounds each."""
+    num_drafts = 0 if drafter == "vanilla" else 4
+    about = {
+        "target": "tiny",
+        "drafter": drafter,
+        "temperature": temperature,
+        "rule": "greedy",
+        "schedule": "fixed",
+        "num_draft_tokens": num_drafts,
+        "slot_layout": "anchor_first" if drafter == "dspark" else None,
+        "dtype": "float32",
+        "device": "cpu",
+        "batch_size": 2,
+        "max_new_tokens": 64,
+        "task_set": task_set,
+    }
+    rounds = [Round(num_drafts, accepted, bonus=True)] * 3
+    generations = [Generation(index, list(range(10)), list(rounds), "length") for index in range(2)]
+    return Pass(about, ["math", "code"], [[1], [2]], generations, seconds, 0.2 * seconds, 0.7 * seconds)
+
+
+def some_report(*, dspark_seconds: float = 1.0, choice: LengthChoice | None = None) -> dict[str, Any]:
+    passes = [
+        pass_of("vanilla", accepted=0, seconds=2.0),
+        pass_of("ngram", accepted=1, seconds=1.6),
+        pass_of("dspark", accepted=2, seconds=dspark_seconds),
+        pass_of("vanilla", accepted=0, seconds=4.0, temperature=1.0),
+        pass_of("dspark", accepted=1, seconds=3.0, temperature=1.0),
+        pass_of("dspark", accepted=1, seconds=1.0, task_set="extra"),
+    ]
+    return build_report(passes, {1: IDENTICAL, 2: IDENTICAL}, choice)
+
+
+def test_every_documented_key_is_in_the_summary(tmp_path: Path) -> None:
+    write_json(tmp_path / "eval" / "report.json", some_report())
+    summary = write_summary(tmp_path, {"eval": {"seconds": 1.0, "peak_rss_gib": 2.0}})
+    assert set(summary) >= SUMMARY_KEYS
+    assert all(set(row) >= ROW_KEYS for row in summary["rows"])
+    assert set(summary["n_gram"]) >= ROW_KEYS
+    assert set(summary["per_domain"]) == {"math", "code"}
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+def test_the_main_row_is_the_drafter_and_not_a_baseline() -> None:
+    report = some_report()
+    assert (report["drafter"], report["temperature"], report["acceptance_length"]) == ("dspark", 0.0, 3.0)
+    assert (report["n_gram"]["drafter"], report["n_gram"]["acceptance_length"]) == ("ngram", 2.0)
+    only_vanilla = build_report([pass_of("vanilla", accepted=0, seconds=1.0)], {}, None)
+    assert only_vanilla["drafter"] == "vanilla" and only_vanilla["n_gram"] == {}
+
+
+def test_each_row_is_compared_with_vanilla_of_its_own_temperature_and_tasks() -> None:
+    rows = some_report()["rows"]
+    assert [row["tokens_per_second"] for row in rows] == pytest.approx([10, 12.5, 20, 5, 20 / 3, 20])
+    assert [row["vanilla_tokens_per_second"] for row in rows] == [10, 10, 10, 5, 5, None]
+
+
+def test_a_domain_has_the_statistics_of_its_own_requests() -> None:
+    measured = pass_of("dspark", accepted=2, seconds=1.0)
+    measured.generations[1].rounds[:] = [Round(4, 4, bonus=True)]
+    row = row_of(measured, None)
+    assert row["per_domain"]["math"]["acceptance_length"] == 3.0
+    assert row["per_domain"]["code"]["acceptance_length"] == 5.0
+    assert row["per_domain"]["code"]["num_prompts"] == 1
+    assert row["acceptance_length"] == (3 * 3 + 5) / 4 and row["acceptance_length_per_request"] == 4.0
+
+
+def test_slower_than_vanilla_is_said_in_plain_words() -> None:
+    slow, fast = some_report(dspark_seconds=3.0), some_report(dspark_seconds=1.0)
+    remark = next(line for line in render(slow).splitlines() if line.startswith("- dspark T=0"))
+    assert "0.67x vanilla, SLOWER" in remark and "few drafts pay" in remark
+    remark = next(line for line in render(fast).splitlines() if line.startswith("- dspark T=0"))
+    assert "2.00x vanilla, faster" in remark and "few drafts pay" not in remark
+    assert speed_remark(fast["rows"][0]) is None, "nothing to say about vanilla itself"
+    assert speed_remark(fast["rows"][-1]) is None, "nothing to compare with"
+
+
+def test_the_table_names_what_it_counts_and_keeps_task_sets_apart() -> None:
+    text = render(some_report())
+    main, extra = text.split("Benchmark prompts, another distribution")
+    assert "plus the bonus token" in text and "pooled over all rounds" in text and "per request" in text
+    assert sum(line.startswith(("| dspark", "| ngram", "| vanilla")) for line in main.splitlines()) == 5
+    assert sum(line.startswith("| dspark") for line in extra.splitlines()) == 1
+    columns = {len(line.split("|")) for line in main.splitlines() if line.startswith("|")}
+    assert len(columns) == 1, "every line of a table has the same columns"
+
+
+def test_outputs_that_are_not_identical_stand_out() -> None:
+    passes = [pass_of("vanilla", accepted=0, seconds=2.0), pass_of("dspark", accepted=2, seconds=1.0)]
+    report = build_report(passes, {1: {**IDENTICAL, "outputs_identical_to_vanilla": False}}, None)
+    assert "| NO " in render(report)
+    check = {"num_prompts": 3, "outputs_identical_to_vanilla": False}
+    assert "3 greedy outputs against transformers' own generate: NOT EQUAL" in render(
+        {**report, "transformers_generate": check}
+    )
+
+
+@pytest.mark.parametrize(("chosen", "words"), [(2, "chose 2 draft tokens"), (0, "no length pays at this batch size")])
+def test_the_chosen_length_is_explained(chosen: int, words: str) -> None:
+    table = [
+        {
+            "num_draft_tokens": length,
+            "draft_ms": 1.0 * length,
+            "verify_ms": 5.0,
+            "expected_tokens_per_round": 1.0 + length,
+            "expected_tokens_per_second": 1.0,
+        }
+        for length in range(3)
+    ]
+    text = render(some_report(choice=LengthChoice(chosen, 8, table)))
+    assert words in text and "K=2: 2 + 5 ms for 3.00 tokens" in text
+
+
+def test_the_summary_merges_seconds_and_the_largest_memory_of_all_stages(tmp_path: Path) -> None:
+    stages = {"train": {"seconds": 10.0, "peak_rss_gib": 3.0}, "eval": {"seconds": 5.0, "peak_rss_gib": 1.0}}
+    summary = write_summary(tmp_path, stages)
+    assert summary == {"seconds": {"train": 10.0, "eval": 5.0}, "peak_rss_gib": 3.0}
+    assert (tmp_path / "summary.md").read_text() == "no evaluation yet\n"
+    write_json(tmp_path / "eval" / "report.json", some_report())
+    write_summary(tmp_path, stages)
+    assert "seconds: train 10, eval 5" in (tmp_path / "summary.md").read_text()
+
+
+def test_a_model_card_says_how_to_serve_what_was_measured_and_where_it_comes_from() -> None:
+    provenance = {"git_commit": "abc123", "versions": {"torch": "2.13"}, "command": "train.py model=dspark"}
+    card = model_card(some_report(), "DSpark", "tiny", provenance)
+    for part in ("# DSpark drafter for tiny", "vllm serve", "| dspark", "commit abc123; torch 2.13", "train.py model="):
+        assert part in card
+    assert "Not measured yet" in model_card({}, "DSpark", "tiny", {})

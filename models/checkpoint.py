@@ -5,7 +5,7 @@ Native folder: config.json (`format_version`, `drafter`, `slot_layout`, `num_dra
 The target's embedding and head are not inside; `load_drafter` binds them. DeepSpec folders hold copies of both.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,19 @@ FORMAT_VERSION = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # Architectures of DeepSpec checkpoints and the drafter that reads them.
 DEEPSPEC_ARCHITECTURES = {"Qwen3DSparkModel": "models.dspark.DSpark"}
+# Fields that transformers would fill with some Qwen3's values if they were absent.
+DEEPSPEC_SIZES = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_target_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+)
 
 
 @dataclass(frozen=True)
@@ -96,7 +109,7 @@ def load_drafter(folder: Path, *, dtype: torch.dtype | None = None) -> LoadedDra
     if "format_version" in config:
         drafter, kind = _from_native(config, folder), "native"
     elif set(config.get("architectures") or []) & set(DEEPSPEC_ARCHITECTURES):
-        drafter, kind = _from_deepspec(config), "deepspec"
+        drafter, kind = _from_deepspec(config, folder), "deepspec"
     else:
         raise ValueError(
             f"{folder / CONFIG}: neither format_version (ours) nor a known architecture "
@@ -121,17 +134,30 @@ def _from_native(config: dict[str, Any], folder: Path) -> Drafter:
             "export it again with the version that wrote it"
         )
     own = {key: value for key, value in config.items() if key not in ("format_version", "drafter", "target")}
-    missing = [k for k in ("drafter", "target", "slot_layout", "num_draft_tokens") if k not in config]
-    if missing:
-        raise ValueError(f"{folder / CONFIG}: missing {', '.join(missing)}")
+    _check_fields(config, ("drafter", "target", "slot_layout", "num_draft_tokens"), folder)
+    _check_fields(config["target"], ("spec",), folder)
     spec = TargetSpec.from_dict(config["target"]["spec"])
     try:
-        return get_class(config["drafter"]).from_native(own, spec)
+        drafter_class = get_class(config["drafter"])
+    except (ImportError, ValueError):
+        drafter_class = None
+    if drafter_class is None or not issubclass(drafter_class, Drafter):
+        raise ValueError(f"{folder / CONFIG}: this version has no drafter {config['drafter']}")
+    try:
+        return drafter_class.from_native(own, spec)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{folder / CONFIG}: options do not fit {config['drafter']}: {error}") from error
 
 
-def _from_deepspec(config: dict[str, Any]) -> Drafter:
+def _check_fields(config: Mapping[str, Any], fields: Sequence[str], folder: Path) -> None:
+    if missing := [field for field in fields if field not in config]:
+        raise ValueError(f"{folder / CONFIG}: missing {', '.join(missing)}")
+
+
+def _from_deepspec(config: dict[str, Any], folder: Path) -> Drafter:
+    _check_fields(config, DEEPSPEC_SIZES, folder)
+    if "rope_parameters" not in config and "rope_theta" not in config:
+        raise ValueError(f"{folder / CONFIG}: missing rope_parameters")
     architecture = next(name for name in config["architectures"] if name in DEEPSPEC_ARCHITECTURES)
     target_config = AutoConfig.for_model(
         **{**config, "num_hidden_layers": config["num_target_layers"], "layer_types": None}
@@ -140,7 +166,7 @@ def _from_deepspec(config: dict[str, Any]) -> Drafter:
     try:
         return get_class(DEEPSPEC_ARCHITECTURES[architecture]).from_deepspec(config, spec)
     except KeyError as error:
-        raise ValueError(f"DeepSpec config.json has no field {error}") from error
+        raise ValueError(f"{folder / CONFIG}: missing {error}") from error
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

@@ -299,5 +299,7 @@ def check_heads(config: DSparkConfig) -> None:
         raise ValueError(f"model.markov_rank must be at least 0 (0 = no Markov head), got {config.markov_rank}")
     if config.confidence_with_markov and config.markov_rank == 0:
         raise ValueError("model.confidence_with_markov=true needs model.markov_rank > 0, got 0")
+    if config.sampled_vocabulary is not None and config.sampled_vocabulary < 1:
+        raise ValueError(f"model.sampled_vocabulary must be positive or null (exact), got {config.sampled_vocabulary}")
     if config.decay is not None and config.decay <= 0:
         raise ValueError(f"model.decay must be positive or null (no decay), got {config.decay}")

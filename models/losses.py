@@ -76,10 +76,10 @@ class _ChunkedVocabLoss(torch.autograd.Function):
             if has_bias:
                 logits += (bias_input[part] @ bias_head.T).to(wide)
             target_logits, _ = _logits(teacher[part], head, softcap, keep_slope=False)
+            agrees[part] = logits.argmax(-1) == target_logits.argmax(-1)
             if log_weights is not None:
                 logits += log_weights
                 target_logits += log_weights
-            agrees[part] = logits.argmax(-1) == target_logits.argmax(-1)
             target_probs = torch.softmax(target_logits, dim=-1)
             label = labels[part, None]
             log_norm = logits.logsumexp(-1, keepdim=True)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models import losses
-from models.losses import position_decay, sum_of, vocab_loss
+from models.losses import position_decay, sample_vocabulary, sum_of, vocab_loss
 from tests.conftest import planted_fault
 
 VOCAB_SIZE, HIDDEN_SIZE, RANK = 23, 8, 3
@@ -34,7 +34,9 @@ class Inputs:
     def leaves(self) -> list[Tensor]:
         return [x for x in (self.hidden, self.bias_input, self.bias_head) if x is not None]
 
-    def loss(self, *, cross_entropy: float, l1: float, softcap: float | None) -> losses.VocabLoss:
+    def loss(
+        self, *, cross_entropy: float, l1: float, softcap: float | None, log_weights: Tensor | None = None
+    ) -> losses.VocabLoss:
         return vocab_loss(
             self.hidden,
             self.teacher,
@@ -46,6 +48,7 @@ class Inputs:
             bias_input=self.bias_input,
             bias_head=self.bias_head,
             softcap=softcap,
+            log_weights=log_weights,
         )
 
 
@@ -76,17 +79,22 @@ class Dense:
     top1_agrees: Tensor
 
 
-def dense_loss(inputs: Inputs, *, cross_entropy: float, l1: float, softcap: float | None) -> Dense:
+def dense_loss(
+    inputs: Inputs, *, cross_entropy: float, l1: float, softcap: float | None, log_weights: Tensor | None = None
+) -> Dense:
     def capped(logits: Tensor) -> Tensor:
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     draft, target = capped(inputs.hidden @ inputs.head.T), capped(inputs.teacher @ inputs.head.T)
     if inputs.bias_input is not None and inputs.bias_head is not None:
         draft = draft + inputs.bias_input @ inputs.bias_head.T
+    agrees = draft.argmax(-1) == target.argmax(-1)
+    if log_weights is not None:
+        draft, target = draft + log_weights, target + log_weights
     ce_rows = F.cross_entropy(draft, inputs.labels, reduction="none")
     l1_rows = (draft.softmax(-1) - target.softmax(-1)).abs().sum(-1)
     total = (inputs.weights * (cross_entropy * ce_rows + l1 * l1_rows)).sum()
-    return Dense(total, ce_rows, l1_rows, draft.argmax(-1) == target.argmax(-1))
+    return Dense(total, ce_rows, l1_rows, agrees)
 
 
 def check_against_dense(num_rows: int = 11, *, bias: bool = True, **options: Any) -> None:
@@ -135,6 +143,36 @@ def test_gradients_pass_gradcheck_in_float64(weights: tuple[float, float], softc
         return changed.loss(cross_entropy=weights[0], l1=weights[1], softcap=softcap).total
 
     assert torch.autograd.gradcheck(total, inputs.leaves())
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_weighted_columns_have_the_gradients_of_shifted_logits(softcap: float | None) -> None:
+    log_weights = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
+    check_against_dense(cross_entropy=0.1, l1=0.9, softcap=softcap, log_weights=log_weights)
+
+
+@pytest.mark.parametrize("num_drawn", [1, 6, 1000])
+def test_a_sampled_vocabulary_holds_sure_tokens_once_and_others_at_random(num_drawn: int) -> None:
+    sure, generator = torch.tensor([[7, 3, 3], [21, 7, 0]]), torch.Generator().manual_seed(0)
+    drawn = sample_vocabulary(sure, VOCAB_SIZE, num_drawn, generator)
+    num_others = min(num_drawn, VOCAB_SIZE - 4)
+    assert drawn.ids.tolist() == sorted(set(drawn.ids.tolist()))
+    assert len(drawn.ids) == 4 + num_others
+    assert torch.equal(drawn.ids[drawn.places(sure)], sure)
+    is_sure = torch.isin(drawn.ids, sure)
+    assert is_sure.sum() == 4 and not drawn.log_weights[is_sure].any()
+    weights = drawn.log_weights[~is_sure].exp()
+    torch.testing.assert_close(weights, torch.full((num_others,), (VOCAB_SIZE - 4) / num_others), **CLOSE)
+
+
+def test_a_sampled_normaliser_has_the_exact_expectation() -> None:
+    """Over 4000 draws of 5 others; the error of the mean is under 4 standard errors."""
+    logits, generator = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(2)), torch.Generator()
+    generator.manual_seed(3)
+    draws = [sample_vocabulary(torch.tensor([1, 4]), VOCAB_SIZE, 5, generator) for _ in range(4000)]
+    sums = torch.stack([(logits[d.ids] + d.log_weights).exp().sum() for d in draws])
+    error = (sums.mean() - logits.exp().sum()).abs()
+    assert error < 4 * sums.std() / len(sums) ** 0.5
 
 
 def test_only_the_total_is_differentiable() -> None:

@@ -141,8 +141,11 @@ def read_lines(path: Path, *, repair: bool) -> list[dict[str, Any]]:
         lines.append(last)
     if repair and last:
         with path.open("r+b") as file:
-            file.seek(-len(last) if torn else 0, os.SEEK_END)
-            file.truncate() if torn else file.write(b"\n")
+            if torn:
+                file.truncate(len(content) - len(last))
+            else:
+                file.seek(0, os.SEEK_END)
+                file.write(b"\n")
             file.flush()
             os.fsync(file.fileno())
     for number, line in enumerate(lines, start=1):

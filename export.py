@@ -2,32 +2,17 @@
 
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import hydra
 from omegaconf import DictConfig
 
 from data.run import prepare_target, provenance, read_stages, stage, start_processes, user_errors
 from eval.report import model_card, render, write_summary
-from models.checkpoint import export_drafter, load_drafter, resolve_folder
+from models.checkpoint import check_target, load_drafter, resolve_folder
 from models.config import register, to_dataclass
-from models.target import dtype_of, load_frozen, load_spec
-
-
-@dataclass
-class ExportConfig:
-    """Options of export.py; conf/export.yaml lists every value with a remark."""
-
-    name: str
-    output_dir: str
-    target: Any
-    draft: str
-    engine: str
-    dtype: str
-    out: str
-
+from models.export import ExportConfig, export_drafter
+from models.target import dtype_of, load_frozen, load_spec, target_identity
 
 register("export_schema", ExportConfig)
 
@@ -39,15 +24,11 @@ def main(node: DictConfig) -> None:
         folder = Path(config.output_dir)
         target = prepare_target(node.target, folder, start_processes(os.environ, single=True))
         with stage(folder, "export"):
-            drafter = load_drafter(resolve_folder(Path(config.draft))).drafter.bind(
-                *load_frozen(target, load_spec(target))
-            )
-            card = model_card(
-                write_summary(folder, read_stages(folder)),
-                type(drafter).__name__,
-                target.name,
-                provenance(node, sys.argv),
-            )
+            draft = resolve_folder(Path(config.draft))
+            drafter = load_drafter(draft).drafter.bind(*load_frozen(target, load_spec(target)))
+            check_target(draft, drafter, target, target_identity(target))
+            summary = write_summary(folder, read_stages(folder))
+            card = model_card(summary, type(drafter).__name__, target.name, provenance(node, sys.argv))
             export_drafter(drafter, Path(config.out), engine=config.engine, dtype=dtype_of(config.dtype), card=card)
         sys.stdout.write(render(write_summary(folder, read_stages(folder))))
 

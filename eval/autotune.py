@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from eval.decode import DecodeConfig, decode, pad_rows
 from eval.stats import acceptance_stats
@@ -68,13 +69,14 @@ def measure_costs(target: Target, drafter: Proposer, prompts: Sequence[list[int]
     costs = []
     for length in range(drafter.num_draft_tokens + 1):
         fed = last[:, None].expand(-1, length + 1)
+        features = target.forward(fed, cache).features
 
-        def verify(fed: torch.Tensor = fed) -> torch.Tensor:
-            return sampler.probs(target.logits(target.forward(fed, cache).hidden))
+        def verify(fed: Tensor = fed) -> None:
+            sampler.probs(target.logits(target.forward(fed, cache).hidden))
 
-        def draft(length: int = length, features: torch.Tensor = target.forward(fed, cache).features) -> None:
-            drafter.propose(state, last, sampler, length)
-            drafter.advance(state, last[:, None].expand(-1, length + 1), features, nothing)
+        def draft(fed: Tensor = fed, features: Tensor = features) -> None:
+            drafter.propose(state, last, sampler, fed.shape[1] - 1)
+            drafter.advance(state, fed, features, nothing)
 
         costs.append((seconds_of(draft) if length else 0.0, seconds_of(verify)))
     return costs

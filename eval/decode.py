@@ -75,9 +75,9 @@ def decode(
     config: DecodeConfig,
     *,
     request_ids: Sequence[int] | None = None,
-    on_finish: Callable[[Generation], None] | None = None,
+    on_finish: Callable[[Generation], object] | None = None,
 ) -> DecodeResult:
-    """Decode token-id prompts. Longest prompts share batches; a request's draws depend on its id, not its neighbours."""
+    """Decode token-id prompts, batched by length. A request's draws depend on its id, not on its neighbours."""
     check_requests(target, prompts, config)
     ids = list(range(len(prompts))) if request_ids is None else list(request_ids)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))

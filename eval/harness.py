@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ class EvalConfig:
     num_prompts: int | None
     builtin: BuiltinPrompts
     extra_tasks: list[str]
+    num_extra_prompts: int | None
     temperature: Any
     seed: int
     max_new_tokens: int
@@ -77,45 +78,46 @@ class Harness:
     ) -> None:
         self.config, self.target, self.target_config, self.tokenizer = config, target, target_config, tokenizer
         self.folder = Path(config.output_dir) / "eval"
-        self.prompts = {"main": self._load(config.tasks), "extra": self._load(config.extra_tasks)}
+        self.prompts = {
+            "main": self._load(config.tasks, config.num_prompts),
+            "extra": self._load(config.extra_tasks, config.num_extra_prompts),
+        }
 
     def run(self, subject: Subject) -> dict[str, Any]:
         """All passes of `subject` and its baselines; returns the report and writes eval/report.json."""
-        config = self.config
-        temperatures = parse_temperatures(config.temperature)
-        schedule = Schedule(config.schedule, config.confidence_threshold)
-        choice = None
-        length = parse_length(config.num_draft_tokens, subject)
-        if length == "auto":
-            choice = self._choose_length(subject)
-            length = choice.num_draft_tokens
-        assert isinstance(length, int)
-        full = subject.drafter.num_draft_tokens if subject.drafter is not None else 0
-        passes = []
-        for temperature in temperatures:
-            passes.append(
-                self._pass(PassPlan(VANILLA, temperature, 0, Schedule(ScheduleName.fixed, 0), Rule.ratio, "main"))
-            )
-            if "ngram" in config.baselines and full:
-                plan = PassPlan(ngram(full), temperature, full, Schedule(ScheduleName.fixed, 0), config.rule, "main")
-                passes.append(self._pass(plan))
-            if subject.drafter is not None:
-                for tokens in sorted({full, length} - {0}, reverse=True):
-                    plan = PassPlan(subject, temperature, tokens, schedule, config.rule, "main")
-                    passes.append(self._pass(plan))
-        if self.prompts["extra"] and subject.drafter is not None:
-            passes.append(self._pass(PassPlan(subject, 0.0, full, schedule, config.rule, "extra")))
+        length = parse_length(self.config.num_draft_tokens, subject)
+        choice = self._choose_length(subject) if length == "auto" else None
+        passes = [self._pass(plan) for plan in self._plans(subject, length, choice)]
         report = build_report(passes, self._identities(passes), choice)
         report["transformers_generate"] = self._against_transformers(passes)
         report["peak_rss_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         write_json(self.folder / "report.json", report)
         return report
 
-    def _load(self, names: Sequence[str]) -> list[Prompt]:
+    def _plans(self, subject: Subject, length: int | str, choice: LengthChoice | None) -> Iterator[PassPlan]:
+        """Baselines at the first temperature; the drafter at each, with `auto` at its own length and the chosen one."""
+        config = self.config
+        fixed, schedule = Schedule(ScheduleName.fixed, 0), Schedule(config.schedule, config.confidence_threshold)
+        own = subject.drafter.num_draft_tokens if subject.drafter is not None else 0
+        full = own if choice is not None or length == 0 else length
+        assert isinstance(full, int)
+        for index, temperature in enumerate(parse_temperatures(config.temperature)):
+            if index == 0:
+                yield PassPlan(VANILLA, temperature, 0, fixed, Rule.ratio, "main")
+                if "ngram" in config.baselines and subject.name not in ("vanilla", "ngram"):
+                    yield PassPlan(ngram(full), temperature, full, fixed, config.rule, "main")
+            if subject.drafter is None:
+                continue
+            yield PassPlan(subject, temperature, full, schedule, config.rule, "main")
+            if index == 0 and choice is not None and choice.num_draft_tokens not in (0, full):
+                yield PassPlan(subject, temperature, choice.num_draft_tokens, schedule, config.rule, "main")
+        if self.prompts["extra"] and subject.drafter is not None:
+            yield PassPlan(subject, 0.0, full, schedule, config.rule, "extra")
+
+    def _load(self, names: Sequence[str], num_prompts: int | None) -> list[Prompt]:
         if not names:
             return []
-        config = self.config
-        return load_tasks(names, config.builtin, prompts_dir=config.prompts_dir, num_prompts=config.num_prompts)
+        return load_tasks(names, self.config.builtin, prompts_dir=self.config.prompts_dir, num_prompts=num_prompts)
 
     def _render(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         return [render_prompt(self.tokenizer, prompt_part(prompt.messages)) for prompt in prompts]
@@ -199,8 +201,11 @@ class Harness:
         chosen, count = greedy[-1], self.config.check_transformers
         path = self.folder / "passes" / f"transformers_{sha256_text(json.dumps(chosen.prompts[:count]))[:16]}.json"
         if not path.is_file():
-            model = AutoModelForCausalLM.from_pretrained(self.target_config.path, dtype=self.target.head.dtype)
-            model = model.to(self.target.device).eval()
+            model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+                self.target_config.path, dtype=self.target.head.dtype
+            )
+            model.to(self.target.device)  # pyright: ignore[reportArgumentType] (a decorator hides its signature)
+            model.eval()
             write_json(path, [self._generate_one(model, prompt) for prompt in chosen.prompts[:count]])
         reference = Pass(
             about={**chosen.about, "drafter": "transformers"},

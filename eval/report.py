@@ -10,16 +10,16 @@ from eval.stats import Pass, acceptance_stats
 from models.files import read_json, write_json, write_text
 
 NOTE = (
-    "Acceptance lengths count accepted draft tokens plus the bonus token of every verification, pooled over all rounds; "
-    "`per request` is the mean of each request's own ratio. Lossless verification throughout: greedy rows match "
-    "exactly, sampled rows use the exact ratio test."
+    "Acceptance lengths count accepted draft tokens plus the bonus token of every verification, pooled over all "
+    "rounds; `per request` is the mean of each request's own ratio. Verification is lossless throughout: greedy rows "
+    "match exactly, sampled rows use the exact ratio test."
 )
 
 
 def build_report(
     passes: Sequence[Pass], identities: Mapping[int, dict[str, Any]], choice: LengthChoice | None
 ) -> dict[str, Any]:
-    """The main row's keys at top level (the drafter, greedy where measured, at its full length), all rows beside them."""
+    """The main row's keys at top level (the drafter at the first temperature and its full length), all rows beside."""
     rows = [row_of(p, identities.get(index)) for index, p in enumerate(passes)]
     for row in rows:
         row["vanilla_tokens_per_second"] = next(
@@ -105,12 +105,13 @@ def speed_remark(row: Mapping[str, Any]) -> str | None:
     ratio = row["tokens_per_second"] / vanilla
     verdict = "faster" if ratio >= 1 else "SLOWER"
     why = (
-        f"{row['acceptance_length']:.2f} tokens a round; drafting takes {row['draft_share_of_time']:.0%} of the time and "
-        f"verifying {row['num_draft_tokens'] + 1} tokens a row {row['verify_share_of_time']:.0%}"
+        f"{row['acceptance_length']:.2f} tokens a round; drafting takes {row['draft_share_of_time']:.0%} of the time "
+        f"and verifying {row['num_draft_tokens'] + 1} tokens a row {row['verify_share_of_time']:.0%}"
     )
     if ratio < 1:
         why += "; on this device a verification costs more for every token it checks, so few drafts pay"
-    return f"- {row['drafter']} T={row['temperature']:g} K={row['num_draft_tokens']}: {ratio:.2f}x vanilla, {verdict} ({why})."
+    setting = f"{row['drafter']} T={row['temperature']:g} K={row['num_draft_tokens']}"
+    return f"- {setting}: {ratio:.2f}x vanilla, {verdict} ({why})."
 
 
 def _length_lines(choice: Mapping[str, Any] | None) -> list[str]:
@@ -123,9 +124,8 @@ def _length_lines(choice: Mapping[str, Any] | None) -> list[str]:
     )
     chosen = choice["num_draft_tokens"]
     meaning = f"{chosen} draft tokens" if chosen else "no drafting at all: no length pays at this batch size"
-    return [
-        f"num_draft_tokens=auto chose {meaning} (draft + verify per round, greedy, batch {choice['batch_size']}: {costs})."
-    ]
+    how = f"draft + verify per round, greedy, batch {choice['batch_size']}"
+    return [f"num_draft_tokens=auto chose {meaning} ({how}: {costs})."]
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -162,10 +162,8 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-SERVE = (
-    "vllm serve TARGET --speculative-config "
-    """'{"method": "dspark", "model": "THIS_FOLDER", "num_speculative_tokens": K, "draft_sample_method": "probabilistic"}'"""
-)
+SERVE = """vllm serve TARGET --speculative-config '{"method": "dspark", "model": "THIS_FOLDER",
+  "num_speculative_tokens": K, "draft_sample_method": "probabilistic"}'"""
 
 
 def model_card(summary: Mapping[str, Any], drafter: str, target: str, provenance: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ class Schedule:
     threshold: float
 
     def lengths(self, proposal: Proposal) -> Tensor:
-        """[B] int64. A slot's confidence depends on the tokens before it only, so cutting there keeps the output exact."""
+        """[B] int64. A slot's confidence depends only on tokens before it, so cutting there keeps the output exact."""
         if self.name is ScheduleName.fixed:
             return proposal.lengths
         if proposal.confidence is None:

@@ -42,7 +42,7 @@ def ngram(num_draft_tokens: int = NGRAM_DRAFT_TOKENS) -> Subject:
 
 
 def load_subject(draft: str, config: TargetConfig, identity: TargetIdentity, device: torch.device) -> Subject:
-    """`vanilla`, `ngram`, or a folder in a format that `load_drafter` knows. Raises ValueError on another target's drafter."""
+    """`vanilla`, `ngram`, or a folder that `load_drafter` knows. Raises ValueError on another target's drafter."""
     if draft == "vanilla":
         return VANILLA
     if draft == "ngram":

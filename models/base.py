@@ -76,7 +76,10 @@ class Proposal:
 class DraftState(Protocol):
     """A drafter's memory of B running requests: rolls back by length, compacts by index."""
 
-    lengths: Tensor  # [B] int64, positions whose features it has seen
+    @property
+    def lengths(self) -> Tensor:
+        """[B] int64, positions whose features it has seen."""
+        ...
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows, in this order (int64 indices)."""
@@ -89,15 +92,16 @@ class Proposer(Protocol):
     needs_features: bool
     num_draft_tokens: int
 
-    def start(self, tokens: Tensor, features: Tensor, counts: Tensor, capacity: int) -> DraftState:
-        """tokens [B, S] and features [B, S, L*D] of the prompts, counts [B] valid positions; room for `capacity`."""
+    def start(self, tokens: Tensor, features: Tensor, counts: Tensor, capacity: int) -> Any:
+        """A `DraftState` with room for `capacity` positions, from the prompts' tokens [B, S] and features [B, S, L*D],
+        of which counts [B] are valid."""
         ...
 
-    def propose(self, state: DraftState, last: Tensor, sampler: Sampler, num_draft_tokens: int) -> Proposal:
+    def propose(self, state: Any, last: Tensor, sampler: Sampler, num_draft_tokens: int) -> Proposal:
         """last [B]: the newest committed token, at position `state.lengths`, not yet seen by the target."""
         ...
 
-    def advance(self, state: DraftState, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+    def advance(self, state: Any, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         """tokens [B, Q] just verified with the features [B, Q, L*D] of their positions; counts [B] of them are kept."""
         ...
 

@@ -5,6 +5,7 @@ layer's own k_proj and v_proj, and never updated. Training sees many blocks a ro
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -78,6 +79,9 @@ class BlockDrafter(Drafter):
     def warm_start_layers(self) -> nn.ModuleList:
         return self.layers
 
+    def block_layers(self) -> list[BlockLayer]:
+        return cast("list[BlockLayer]", list(self.layers))
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """Frozen target embedding [..., D], scaled as the target scales it."""
         return F.embedding(token_ids, self.embedding) * self.spec.embedding_scale
@@ -93,7 +97,7 @@ class BlockDrafter(Drafter):
         first = batch.input_ids.gather(1, anchor_ids)
         positions = batch.position_ids.gather(1, anchor_ids)
         contexts = []
-        for layer in self.layers:
+        for layer in self.block_layers():
             keys, values = layer.self_attn.keys_values(fused, *rotary)
             contexts.append((keys.transpose(1, 2), values.transpose(1, 2)))
         return self._run_blocks(first, positions, contexts, mask, self.num_draft_tokens)
@@ -160,7 +164,7 @@ class BlockDrafter(Drafter):
     def advance(self, state: BlockState, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         rotary = self.rotary(state.cache.begin(tokens.shape[1]))
         fused = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.block_layers()):
             keys, values = layer.self_attn.keys_values(fused, *rotary)
             state.cache.write(index, keys.transpose(1, 2), values.transpose(1, 2))
         state.cache.advance(counts)

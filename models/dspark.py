@@ -241,6 +241,7 @@ class DSpark(BlockDrafter):
             "block_size": self.num_draft_tokens,
             "confidence_head_with_markov": self.config.confidence_with_markov,
             "enable_confidence_head": self.config.confidence,
+            "layer_types": ["full_attention"] * self.config.num_layers,
             "markov_head_type": str(self.config.markov_head),
             "markov_rank": self.config.markov_rank,
             "mask_token_id": self.mask_token_id,

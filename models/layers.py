@@ -34,13 +34,9 @@ class Rotary:
             exponent = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
             self.inv_freq, self.scale = 1.0 / spec.rope_parameters["rope_theta"] ** exponent, 1.0
         else:
-            config = PreTrainedConfig(
-                hidden_size=spec.hidden_size,
-                num_attention_heads=spec.num_heads,
-                head_dim=spec.head_dim,
-                max_position_embeddings=spec.max_position_embeddings,
-                rope_parameters=spec.rope_parameters,
-            )
+            sizes = ("hidden_size", "head_dim", "max_position_embeddings", "rope_parameters")
+            values = {name: getattr(spec, name) for name in sizes} | {"num_attention_heads": spec.num_heads}
+            config = PreTrainedConfig.from_dict(values)
             self.inv_freq, self.scale = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
 
     def __call__(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -92,7 +92,8 @@ class _ChunkedVocabLoss(torch.autograd.Function):
                 _accumulate(grads, part, grad, cap_slope, head, bias_input, bias_head, has_bias)
         total = (weights * (ce_weight * ce_rows + l1_weight * l1_rows)).sum()
         if needs:
-            ctx.save_for_backward(*(g.to(x.dtype) for g, x in zip(grads, (hidden, bias_input, bias_head), strict=True)))
+            inputs = (hidden, bias_input, bias_head)
+            ctx.save_for_backward(*(g.to(x.dtype) for g, x in zip(grads, inputs, strict=True) if g is not None))
         ctx.mark_non_differentiable(ce_rows, l1_rows, agrees)
         return total, ce_rows, l1_rows, agrees
 

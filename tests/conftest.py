@@ -22,9 +22,11 @@ from data.chat import render_chat
 from data.collate import collate
 from data.dataset import RankSampler, StepPlan, TrainingData
 from data.extract import RenderedRecord, extract_shard
+from data.run import git_commit
 from data.store import FeatureStore, StoreHeader, publish, write_shard
 from models.base import SlotLayout
 from models.dspark import DSpark, DSparkConfig, MarkovHeadType
+from models.files import write_json
 from models.target import Target, TargetConfig, TargetIdentity, load_target, target_identity
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that reaches for the network fails at once instead of hanging
@@ -251,3 +253,15 @@ def fresh_accelerate_state() -> Iterator[None]:
 def files_of(folder: Path) -> dict[str, bytes]:
     """Relative path to content of every file under a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow-report", type=Path, help="write the commit and the counts of outcomes to this JSON file")
+
+
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+    """`make test-slow` leaves a record of what was run at which commit."""
+    path = config.getoption("--slow-report")
+    if path is not None:
+        counts = {name: len(terminalreporter.stats.get(name, [])) for name in ("passed", "failed", "error", "skipped")}
+        write_json(path, {"commit": git_commit(), "counts": counts, "exit_status": int(exitstatus)})

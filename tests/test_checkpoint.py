@@ -14,7 +14,6 @@ from torch import Tensor
 from models.base import SlotLayout
 from models.checkpoint import (
     check_target,
-    export_drafter,
     load_drafter,
     load_weights,
     read_weights,
@@ -23,6 +22,7 @@ from models.checkpoint import (
     step_folder,
 )
 from models.dspark import DSpark, DSparkConfig, MarkovHeadType
+from models.export import export_drafter
 from models.target import Target, TargetConfig, TargetIdentity
 from tests.conftest import build_dspark
 from tests.draft_batches import mixed_batch

@@ -41,7 +41,7 @@ def compose_and_type(script: str, overrides: list[str]) -> DictConfig:
     with initialize_config_dir(str(CONF), version_base=None):
         node = compose(script, overrides)
     to_dataclass(SCHEMAS[script], node, section=script)
-    if not node.target.get("path") == "???":
+    if node.target.get("path") != "???":
         assert isinstance(typed(node.target, section="target"), TargetConfig)
     if script == "train":
         typed(node.model, section="model")
@@ -87,7 +87,7 @@ def test_no_yaml_is_out_of_reach() -> None:
 
 def readme_commands() -> list[str]:
     text = (ROOT / "README.md").read_text()
-    blocks = re.findall(r"```(?:bash|sh)?\n(.*?)```", text, flags=re.DOTALL)
+    blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
     lines = [line.split("#")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [line for line in lines if re.search(r"\b(generate|extract|train|eval|export)\.py\b", line)]
 

@@ -11,9 +11,9 @@ from accelerate import PartialState
 from hydra.core.global_hydra import GlobalHydra
 from safetensors.torch import load_file, save_file
 
-from conftest import counting_chat, tiny_tokenizer
 from models.target import TargetConfig
-from test_conf import load_script
+from tests.conftest import counting_chat, tiny_tokenizer
+from tests.test_conf import load_script
 
 Script = Callable[..., str]
 
@@ -92,7 +92,13 @@ def test_the_whole_path_on_a_tiny_target(script: Script, prompts_file: Path, fin
 def test_eval_accepts_the_exported_folder_and_measures_the_same(
     script: Script, prompts_file: Path, finished_run: Path, tmp_path: Path
 ) -> None:
-    evaluate = [f"tasks=[{prompts_file}]", "num_prompts=6", "max_new_tokens=16", "batch_size=4", f"output_dir={tmp_path}"]
+    evaluate = [
+        f"tasks=[{prompts_file}]",
+        "num_prompts=6",
+        "max_new_tokens=16",
+        "batch_size=4",
+        f"output_dir={tmp_path}",
+    ]
     script("eval", *evaluate, f"draft={finished_run / 'export'}")
     ours = json.loads((finished_run / "eval" / "report.json").read_text())
     again = json.loads((tmp_path / "eval" / "report.json").read_text())

@@ -16,7 +16,7 @@ from data.dataset import RankSampler, StepPlan, TrainingData, sample_anchors
 from data.store import FeatureStore
 from models.checkpoint import step_folders
 from models.target import Target, TargetConfig, TargetIdentity
-from conftest import build_dspark, planted_fault, run_killed
+from tests.conftest import build_dspark, planted_fault, run_killed
 from train import trainer
 from train.checkpoint import find_checkpoint
 from train.config import OptimConfig, TrackerName, TrainConfig, WandbConfig
@@ -207,9 +207,7 @@ def test_a_plan_visits_every_record_once_an_epoch_and_reshuffles(tiny_store: Fea
 
 def test_processes_share_the_micro_batches_of_a_step(tiny_store: FeatureStore) -> None:
     plan = StepPlan(tiny_store.lengths, 16, 4, seed=0)
-    ranks = [
-        list(RankSampler(plan, first_step=1, last_step=2, rank=rank, world_size=2)) for rank in range(2)
-    ]
+    ranks = [list(RankSampler(plan, first_step=1, last_step=2, rank=rank, world_size=2)) for rank in range(2)]
     shared = [[record for record, _ in batch] for pair in zip(*ranks, strict=True) for batch in pair]
     assert shared == plan.micro_batches(1)
 

@@ -40,7 +40,7 @@ class MetricSums:
 
 
 def expected_acceptance_length(report: dict[str, float]) -> dict[str, float]:
-    """1 + sum of products of the mean accept rates per slot: teacher-forced, bonus counted, slots taken as independent."""
+    """1 + sum of products of mean accept rates: teacher-forced, bonus counted, slots taken as independent."""
     total, survival, slot = 1.0, 1.0, 0
     while f"accept_rate@{slot}" in report:
         survival *= report[f"accept_rate@{slot}"]

@@ -32,7 +32,7 @@ def build_drafter(
 def start_from_target(drafter: Drafter, target: TargetConfig) -> None:
     """Copy the target's last decoder layers and its final norm into the drafter's, by Hugging Face names.
 
-    Parameters that the target lacks (its q/k norms, say) keep their initial value. Raises ValueError where nothing fits.
+    Parameters that the target lacks (q/k norms, say) keep their initial value. Raises ValueError where nothing fits.
     """
     layers = drafter.warm_start_layers()
     if layers is None:

@@ -1,6 +1,7 @@
 """Where training metrics go: always a local JSONL, and Weights & Biases on request (offline unless told otherwise)."""
 
 import json
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,7 +38,7 @@ class WandbTracker:
         import wandb
 
         id_file = folder / "wandb_run_id"
-        run_id = id_file.read_text().strip() if id_file.is_file() else wandb.util.generate_id()
+        run_id = id_file.read_text().strip() if id_file.is_file() else secrets.token_hex(4)
         id_file.write_text(run_id)
         self._run = wandb.init(
             project=config.project,

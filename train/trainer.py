@@ -3,9 +3,10 @@
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -17,6 +18,7 @@ from data.collate import collate
 from data.dataset import RankSampler, StepPlan, TrainingData
 from data.store import FeatureStore
 from models.base import DraftBatch, Drafter
+from models.checkpoint import step_folder
 from models.target import TargetIdentity
 from train.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, trajectory
 from train.config import TrainConfig
@@ -110,8 +112,6 @@ def train(
                 accelerator.wait_for_everyone()
     for tracker in trackers:
         tracker.close()
-    from models.checkpoint import step_folder
-
     return step_folder(checkpoints, num_steps)
 
 
@@ -150,15 +150,16 @@ def optimiser_step(run: Run, batches: list[DraftBatch], step: int, window: Metri
     total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
-        with accelerator.accumulate(run.model) if is_last else accelerator.no_sync(run.model):
+        with nullcontext() if is_last else accelerator.no_sync(run.model):
             with accelerator.autocast():
                 loss = run.model(batch)
             # world_size undoes the launcher's mean over processes: these are sums over the whole step.
-            mean = sum(loss.numerators[term] / denominators[term] for term in loss.numerators)
+            mean = torch.stack([loss.numerators[term] / denominators[term] for term in loss.numerators]).sum()
             accelerator.backward(mean * world_size)
         window.add(loss)
         total += mean.detach().double()
     grad_norm = accelerator.clip_grad_norm_(run.model.parameters(), run.config.optim.max_grad_norm)
+    assert grad_norm is not None
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
     return {"loss": total, "learning_rate": rate, "grad_norm": grad_norm}
@@ -168,8 +169,8 @@ def global_denominators(run: Run, batches: list[DraftBatch]) -> dict[str, Tensor
     """Supervised weight of the whole optimiser step per loss term; a step without supervision divides by one."""
     local = [run.drafter.denominators(batch) for batch in batches]
     terms = list(local[0])
-    summed = torch.stack([sum(part[term] for part in local) for term in terms])
-    summed = run.accelerator.reduce(summed, "sum")
+    summed = torch.stack([torch.stack([part[term] for part in local]).sum() for term in terms])
+    summed = cast(Tensor, run.accelerator.reduce(summed, "sum"))
     return {term: torch.where(value > 0, value, 1.0).float() for term, value in zip(terms, summed, strict=True)}
 
 
@@ -178,7 +179,7 @@ def report(
 ) -> None:
     """Reduce, log and show; the only place between checkpoints that waits for the device."""
     means = window.report(run.accelerator)
-    loss = run.accelerator.reduce(values["loss"], "sum")
+    loss = cast(Tensor, run.accelerator.reduce(values["loss"], "sum"))
     line = {
         **means,
         "loss": float(loss),

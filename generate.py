@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from data.generate import GenerateConfig, generate
 from data.run import prepare_target, stage, start_processes, user_errors, write_provenance
 from models.config import register, to_dataclass
-from models.target import load_target, load_tokenizer
+from models.target import load_target, load_tokenizer, target_identity
 
 register("generate_schema", GenerateConfig)
 
@@ -23,8 +23,9 @@ def main(node: DictConfig) -> None:
         folder = Path(config.output_dir)
         target_config = prepare_target(node.target, folder, accelerator)
         with stage(folder, "generate"):
-            target = load_target(target_config, accelerator.device, layer_ids=())
-            generate(config, target, load_tokenizer(target_config))
+            layer_ids = () if config.capture is None else None
+            target = load_target(target_config, accelerator.device, layer_ids=layer_ids)
+            generate(config, target, load_tokenizer(target_config), target_identity(target_config))
         write_provenance(folder / "generate_provenance.json", node, sys.argv)
 
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from data.capture import CapturedFeatures, CaptureHeader
 from data.chat import RenderedChat, render_chat
 from data.prompts import normalise_messages
 from data.run import read_lines
@@ -40,6 +42,7 @@ class ExtractConfig:
     name: str
     output_dir: str
     responses: str
+    captured: str
     store: str
     target: Any
     feature_dtype: str
@@ -83,13 +86,14 @@ def extract(
     accelerator.wait_for_everyone()
     todo = [i for i, shard in enumerate(shards) if i not in finished or finished[i].inputs_sha256 != inputs_hash(shard)]
     log.info("extract: %d chats in %d shards, %d already done", len(records), len(shards), len(shards) - len(todo))
+    captured = CapturedFeatures(Path(config.captured), CaptureHeader(identity, target.layer_ids, config.feature_dtype))
     for index in tqdm(
         todo[accelerator.process_index :: accelerator.num_processes],
         desc="extract",
         unit="shard",
         disable=not accelerator.is_main_process or not todo,
     ):
-        extracted = extract_shard(target, shards[index], config.tokens_per_batch)
+        extracted = extract_shard(target, shards[index], config.tokens_per_batch, captured)
         write_shard(folder, header, shard_index=index, records=extracted, inputs_sha256=inputs_hash(shards[index]))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -126,7 +130,7 @@ def verify_store(folder: Path) -> None:
 
 
 def render_responses(config: ExtractConfig, tokenizer: PreTrainedTokenizerBase) -> list[RenderedRecord]:
-    """Token ids and loss masks of every usable response, cut at max_length.
+    """Token ids and loss masks of every usable response, trimmed.
 
     Chats with fewer than `min_supervised_tokens` supervised tokens are left out and counted in the log. Raises
     ValueError on a missing or empty file, or when no chat is left.
@@ -144,7 +148,7 @@ def render_responses(config: ExtractConfig, tokenizer: PreTrainedTokenizerBase) 
             chat = render_chat(tokenizer, messages, finish_reason=line.get("finish_reason"))
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}") from error
-        chat = RenderedChat(chat.input_ids[: config.max_length], chat.loss_mask[: config.max_length])
+        chat = trim(chat, config.max_length)
         if sum(chat.loss_mask) >= config.min_supervised_tokens:
             records.append(RenderedRecord(line["id"], chat))
     if len(records) < len(lines):
@@ -152,6 +156,14 @@ def render_responses(config: ExtractConfig, tokenizer: PreTrainedTokenizerBase) 
     if not records:
         raise ValueError(f"responses={path}: no chat has {config.min_supervised_tokens} supervised tokens")
     return records
+
+
+def trim(chat: RenderedChat, max_length: int) -> RenderedChat:
+    """Cut at max_length, and after the last supervised token: nothing looks at what follows it."""
+    loss_mask = chat.loss_mask[:max_length]
+    while loss_mask and not loss_mask[-1]:
+        loss_mask.pop()
+    return RenderedChat(chat.input_ids[: len(loss_mask)], loss_mask)
 
 
 def inputs_hash(shard: Sequence[RenderedRecord]) -> str:
@@ -162,24 +174,43 @@ def inputs_hash(shard: Sequence[RenderedRecord]) -> str:
     return digest.hexdigest()
 
 
-def extract_shard(target: Target, records: Sequence[RenderedRecord], tokens_per_batch: int) -> list[StoreRecord]:
-    """Run the target over a shard in length-sorted batches; results are in the shard's own order."""
+def extract_shard(
+    target: Target,
+    records: Sequence[RenderedRecord],
+    tokens_per_batch: int,
+    captured: CapturedFeatures | None = None,
+) -> list[StoreRecord]:
+    """Run the target over a shard in length-sorted batches; results are in the shard's own order.
+
+    Records whose exact tokens were captured while they were generated are not run again.
+    """
     done: dict[int, StoreRecord] = {}
-    for members in batches_by_length([len(record.chat.input_ids) for record in records], tokens_per_batch):
-        width = max(len(records[i].chat.input_ids) for i in members)
-        rows = [records[i].chat.input_ids + [0] * (width - len(records[i].chat.input_ids)) for i in members]
+    for index, record in enumerate(records):
+        kept = None if captured is None else captured.find(record.id, record.chat.input_ids)
+        if kept is not None:
+            done[index] = store_record(record, kept.features, kept.hidden)
+    todo = [index for index in range(len(records)) if index not in done]
+    for members in batches_by_length([len(records[i].chat.input_ids) for i in todo], tokens_per_batch):
+        batch = [todo[member] for member in members]
+        width = max(len(records[i].chat.input_ids) for i in batch)
+        rows = [records[i].chat.input_ids + [0] * (width - len(records[i].chat.input_ids)) for i in batch]
         output = target.forward_whole(torch.tensor(rows, device=target.device))
-        for row, index in enumerate(members):
-            chat = records[index].chat
-            length, mask = len(chat.input_ids), torch.tensor(chat.loss_mask)
-            done[index] = StoreRecord(
-                id=records[index].id,
-                input_ids=torch.tensor(chat.input_ids, dtype=torch.int32),
-                loss_mask=mask,
-                features=output.features[row, :length].cpu(),
-                last_hidden=output.hidden[row, supervised_rows(mask)].cpu(),
-            )
+        for row, index in enumerate(batch):
+            length = len(records[index].chat.input_ids)
+            done[index] = store_record(records[index], output.features[row, :length], output.hidden[row, :length])
     return [done[index] for index in range(len(records))]
+
+
+def store_record(record: RenderedRecord, features: Tensor, hidden: Tensor) -> StoreRecord:
+    """features [S, L*D], hidden [S, D], of which only the rows that predict supervised tokens are kept."""
+    mask = torch.tensor(record.chat.loss_mask)
+    return StoreRecord(
+        id=record.id,
+        input_ids=torch.tensor(record.chat.input_ids, dtype=torch.int32),
+        loss_mask=mask,
+        features=features.cpu(),
+        last_hidden=hidden[supervised_rows(mask)].cpu(),
+    )
 
 
 def batches_by_length(lengths: Sequence[int], tokens_per_batch: int) -> Iterator[list[int]]:

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from data.capture import BatchCapture, capture_header, write_captured
 from data.chat import render_prompt
 from data.prompts import Prompt, builtin_prompts, prompt_part, read_prompts
 from data.run import append_lines, read_lines
+from data.store import FEATURE_DTYPES
 from models.sampling import Purpose, Sampler, SamplingConfig
-from models.target import Target
+from models.target import Target, TargetIdentity
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +45,8 @@ class GenerateConfig:
     sampling: SamplingConfig
     max_new_tokens: int
     batch_size: int
+    capture: str | None
+    captured: str
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,9 @@ def load_prompts(file: str | None, builtin: BuiltinPrompts, split: str) -> list[
     return prompts
 
 
-def generate(config: GenerateConfig, target: Target, tokenizer: PreTrainedTokenizerBase) -> None:
+def generate(
+    config: GenerateConfig, target: Target, tokenizer: PreTrainedTokenizerBase, identity: TargetIdentity
+) -> None:
     """Answer every training prompt that `responses` does not hold yet."""
     path = Path(config.responses)
     prompts = load_prompts(config.prompts, config.builtin, "train")
@@ -73,6 +80,7 @@ def generate(config: GenerateConfig, target: Target, tokenizer: PreTrainedTokeni
     done = check_responses(read_lines(path, repair=True), sampling, path)
     todo = [i for i, prompt in enumerate(prompts) if prompt.id not in done]
     log.info("generate: %d prompts, %d already answered", len(prompts), len(prompts) - len(todo))
+    header = None if config.capture is None else capture_header(target, identity, config.capture)
     rendered = {i: render_prompt(tokenizer, prompt_part(prompts[i].messages)) for i in todo}
     # Longest first: the slowest batches and the largest buffers come at once, and the ETA only improves.
     todo.sort(key=lambda i: (-len(rendered[i]), i))
@@ -80,12 +88,16 @@ def generate(config: GenerateConfig, target: Target, tokenizer: PreTrainedTokeni
     with tqdm(total=len(todo), unit="prompt", desc="generate", disable=not todo) as progress:
         for start in range(0, len(todo), config.batch_size):
             members = todo[start : start + config.batch_size]
-            answers = answer_batch(target, [rendered[i] for i in members], members, config)
-            lines = []
-            for answer in answers:
-                prompt, num_tokens = prompts[answer.index], num_tokens + len(answer.tokens)
-                lines.append(response_line(prompt, answer, tokenizer, sampling))
+            asked = [rendered[i] for i in members]
+            capture = None if header is None else BatchCapture(FEATURE_DTYPES[header.feature_dtype], len(members))
+            answers = answer_batch(target, asked, members, config, capture)
+            if header is not None and capture is not None:
+                fed = [prompt + answer.tokens for prompt, answer in zip(asked, answers, strict=True)]
+                ids = [prompts[i].id for i in members]
+                write_captured(Path(config.captured), header, ids, capture.finish(fed))
+            lines = [response_line(prompts[answer.index], answer, tokenizer, sampling) for answer in answers]
             append_lines(path, lines)
+            num_tokens += sum(len(answer.tokens) for answer in answers)
             progress.update(len(members))
             progress.set_postfix_str(f"{num_tokens / (time.perf_counter() - began):.0f} tokens/s")
 
@@ -119,34 +131,72 @@ def response_line(
 
 @torch.inference_mode()
 def answer_batch(
-    target: Target, prompts: Sequence[list[int]], request_ids: Sequence[int], config: GenerateConfig
+    target: Target,
+    prompts: Sequence[list[int]],
+    request_ids: Sequence[int],
+    config: GenerateConfig,
+    capture: BatchCapture | None = None,
 ) -> list[Answer]:
     """Plain decoding of one ragged batch with preallocated caches; finished rows are compacted away."""
-    device = target.device
-    counts = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    width = int(counts.max())
-    tokens = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=device)
-    cache = target.new_cache(len(prompts), width + config.max_new_tokens)
-    sampler = Sampler(config.sampling, torch.tensor(list(request_ids), device=device))
-    hidden = target.forward(tokens, cache, with_features=False).hidden
-    cache.advance(counts)
-    hidden = hidden[torch.arange(len(prompts), device=device), counts - 1]
-    answers = [Answer(index, [], "length") for index in request_ids]
-    running = list(range(len(prompts)))
+    batch = _Batch(target, prompts, request_ids, config, capture)
     for step in range(config.max_new_tokens):
-        probs = sampler.probs(target.logits(hidden))
-        last = sampler.draw(probs, cache.lengths, Purpose.target)
-        kept = list(_append(last.tolist(), running, answers, target.spec.eos_token_ids))
-        if not kept or step + 1 == config.max_new_tokens:
+        last = batch.draw()
+        kept = list(_append(last.tolist(), batch.running, batch.answers, target.spec.eos_token_ids))
+        is_over = not kept or step + 1 == config.max_new_tokens
+        # A finished row is fed its last token only where features are captured.
+        if capture is None:
+            if is_over:
+                break
+            last = last[batch.keep(kept)]
+        batch.feed(last[:, None], torch.ones_like(last))
+        if is_over:
             break
-        if len(kept) < len(running):
-            rows = torch.tensor(kept, device=device)
-            running = [running[row] for row in kept]
-            last, sampler = last[rows], sampler.select(rows)
-            cache.select(rows)
-        hidden = target.forward(last[:, None], cache, with_features=False).hidden[:, 0]
-        cache.advance(torch.ones_like(last))
-    return answers
+        if capture is not None:
+            batch.keep(kept)
+    return batch.answers
+
+
+class _Batch:
+    """Rows that still run, their caches and the hidden state that predicts each row's next token."""
+
+    def __init__(
+        self,
+        target: Target,
+        prompts: Sequence[list[int]],
+        request_ids: Sequence[int],
+        config: GenerateConfig,
+        capture: BatchCapture | None,
+    ) -> None:
+        self.target, self.capture = target, capture
+        device = target.device
+        counts = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        width = int(counts.max())
+        self.cache = target.new_cache(len(prompts), width + config.max_new_tokens)
+        self.sampler = Sampler(config.sampling, torch.tensor(list(request_ids), device=device))
+        self.answers = [Answer(index, [], "length") for index in request_ids]
+        self.running = list(range(len(prompts)))
+        self.feed(torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=device), counts)
+
+    def feed(self, tokens: Tensor, counts: Tensor) -> None:
+        """tokens [B, Q], of which counts [B] are kept."""
+        output = self.target.forward(tokens, self.cache, with_features=self.capture is not None)
+        self.cache.advance(counts)
+        if self.capture is not None:
+            self.capture.add(self.running, output, counts.tolist())
+        self.hidden = output.hidden[torch.arange(len(counts), device=counts.device), counts - 1]
+
+    def draw(self) -> Tensor:
+        probs = self.sampler.probs(self.target.logits(self.hidden))
+        return self.sampler.draw(probs, self.cache.lengths, Purpose.target)
+
+    def keep(self, rows: list[int]) -> Tensor:
+        """Drop all other rows; returns the index of the kept ones."""
+        index = torch.tensor(rows, device=self.hidden.device)
+        if len(rows) < len(self.running):
+            self.running = [self.running[row] for row in rows]
+            self.hidden, self.sampler = self.hidden[index], self.sampler.select(index)
+            self.cache.select(index)
+        return index
 
 
 def _append(tokens: list[int], running: list[int], answers: list[Answer], stops: tuple[int, ...]) -> Iterator[int]:

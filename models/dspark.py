@@ -162,7 +162,7 @@ class DSpark(BlockDrafter):
             )
         # The whole trained block is always run, since attention inside it is bidirectional; a shorter proposal is a
         # prefix of the full one and the walk stops early.
-        states = self.propose_states(state, last, self.num_draft_tokens)[:, :num_draft_tokens]
+        states = self.propose_states(state, last, self.num_draft_tokens)[:, :num_draft_tokens].contiguous()
         base = self.logits(states)
         positions = state.lengths + 1
         previous, memory = last, None if self.markov_head is None else self.markov_head.memory(states[:, 0])

@@ -17,6 +17,11 @@ class SamplingConfig:
     min_p: float
     seed: int
 
+    @property
+    def is_greedy(self) -> bool:
+        """Temperatures under 1e-5 put all mass on the first maximum."""
+        return self.temperature < 1e-5
+
     def __post_init__(self) -> None:
         limits = {
             "temperature": (self.temperature >= 0, ">= 0"),
@@ -40,10 +45,10 @@ class Purpose(IntEnum):
 def probs_from_logits(logits: Tensor, config: SamplingConfig) -> Tensor:
     """Float32 probabilities [..., V]: temperature, then top-k, top-p and min-p, in the order of transformers.
 
-    Temperatures under 1e-5 are greedy: all mass on the first maximum.
+    Greedy is all mass on the first maximum.
     """
     logits = logits.float()
-    if config.temperature < 1e-5:
+    if config.is_greedy:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     logits = logits / config.temperature
     if config.top_k:
@@ -90,7 +95,9 @@ class Sampler:
         return probs_from_logits(logits, self.config)
 
     def draw(self, probs: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
-        """probs [B, ..., V] at token positions [B, ...] -> ids [B, ...]."""
+        """probs [B, ..., V] at token positions [B, ...] -> ids [B, ...]. Greedy probabilities are one-hot: no draw."""
+        if self.config.is_greedy:
+            return probs.argmax(-1)
         return draw(probs, self.uniform(positions, purpose))
 
     def uniform(self, positions: Tensor, purpose: Purpose) -> Tensor:

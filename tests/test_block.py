@@ -12,6 +12,7 @@ from models.base import DraftBatch, SlotLayout
 from models.block import BlockDrafter, BlockState
 from models.cache import KVCache
 from models.dspark import DSpark, MarkovHeadType
+from models.layers import rotate
 from models.target import Target, TargetConfig
 from tests.conftest import build_dspark, planted_fault
 from tests.draft_batches import greedy_sampler, lively_dspark, mixed_batch, stochastic_sampler
@@ -50,6 +51,44 @@ def check_no_leak(drafter: BlockDrafter) -> None:
         assert torch.equal(after[row, index], states[row, index]), f"the block at {anchor} sees what follows"
         before = perturbed_states(drafter, batch, row, slice(anchor - 1, anchor))
         assert (before[row, index] != states[row, index]).any(-1).all(), f"the block at {anchor} misses {anchor - 1}"
+
+
+@torch.no_grad()
+def loop_states(drafter: BlockDrafter, batch: DraftBatch, row: int, anchor: int) -> Tensor:
+    """One block by itself [K, D]: known token, masks, its own document's features before it, one softmax a slot."""
+    in_place = drafter.slot_layout is SlotLayout.in_place
+    num_slots = drafter.num_draft_tokens + in_place
+    tokens = torch.tensor([batch.input_ids[row, anchor].item(), *[drafter.mask_token_id] * (num_slots - 1)])
+    same = batch.document_ids[row, :anchor] == batch.document_ids[row, anchor]
+    context = drafter.hidden_norm(drafter.fc(batch.features[row, :anchor][same]))
+    positions = torch.arange(len(context) + num_slots)  # a document's positions start at 0
+    cos, sin = drafter.rotary(positions[None])
+    x = drafter.embedding[tokens]
+    for layer in drafter.layers:
+        attention, normed = layer.self_attn, layer.input_layernorm(x)
+        size = attention.head_dim
+        both = torch.cat((context, normed))
+        keys = rotate(attention.k_norm(attention.k_proj(both).view(1, len(both), -1, size)), cos, sin)[0]
+        values = attention.v_proj(both).view(len(both), -1, size)
+        queries = attention.q_norm(attention.q_proj(normed).view(1, num_slots, -1, size))
+        queries = rotate(queries, cos[:, len(context) :], sin[:, len(context) :])[0]
+        group = queries.shape[1] // keys.shape[1]
+        heads = [
+            (queries[:, h] @ keys[:, h // group].T / size**0.5).softmax(-1) @ values[:, h // group]
+            for h in range(queries.shape[1])
+        ]
+        x = x + attention.o_proj(torch.cat(heads, dim=-1))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    # in place, the known token's own slot predicts nothing
+    return drafter.norm(x)[1 if in_place else 0 :]
+
+
+def test_block_states_equal_a_block_computed_by_itself(drafter: DSpark) -> None:
+    batch = mixed_batch(drafter)
+    states = drafter.block_states(batch).detach()
+    for row, index, anchor in used_anchors(batch):
+        # normed states of order 1, through two layers with sums in another order
+        torch.testing.assert_close(states[row, index], loop_states(drafter, batch, row, anchor), rtol=1e-4, atol=1e-4)
 
 
 def test_a_block_sees_no_feature_at_or_after_its_anchor_and_the_one_before(drafter: DSpark) -> None:

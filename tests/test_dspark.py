@@ -197,6 +197,32 @@ def test_a_sampled_vocabulary_is_drawn_from_the_batch_alone(
     assert drafter.markov_head is not None and drafter.markov_head.markov_w2.weight.grad.any()
 
 
+@pytest.mark.parametrize("head", list(MarkovHeadType))
+def test_markov_heads_follow_their_formulas(
+    tiny_target: Target, tiny_target_config: TargetConfig, head: MarkovHeadType
+) -> None:
+    """Left to right over two slots, so that the memory of the RNN counts; z stacks memory, embedding, state."""
+    drafter = lively_dspark(tiny_target, tiny_target_config, markov_head=head)
+    module, states = drafter.markov_head, torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
+    assert module is not None
+    memory, expected_memory = module.memory(states[0]), torch.zeros(8)
+    for token, state in zip((5, 9), states, strict=True):
+        embedded = module.markov_w1.weight[token]
+        latent, memory = module.latent(module.markov_w1(torch.tensor(token)), state, memory)
+        if head is MarkovHeadType.vanilla:
+            expected = embedded
+        elif head is MarkovHeadType.gated:
+            z = torch.cat((state, embedded))
+            expected = (module.gate_proj.weight @ z + module.gate_proj.bias).sigmoid() * embedded
+        else:
+            z = torch.cat((expected_memory, embedded, state))
+            gate, candidate, output = (module.joint_proj.weight @ z + module.joint_proj.bias).view(3, 8)
+            expected = output.tanh()
+            expected_memory = gate.sigmoid() * expected_memory + (1 - gate.sigmoid()) * candidate.tanh()
+            torch.testing.assert_close(memory, expected_memory, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(latent, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_metrics_are_sums_over_supervised_slots(tiny_target: Target, tiny_target_config: TargetConfig) -> None:
     drafter = lively_dspark(tiny_target, tiny_target_config)
     batch = mixed_batch(drafter)

@@ -47,6 +47,7 @@ def config_of(folder: Path, **changes: Any) -> ExtractConfig:
         name="tiny",
         output_dir=str(folder),
         responses=str(responses),
+        captured=str(folder / "captured"),
         store=str(folder / "store"),
         target=None,
         feature_dtype="float32",

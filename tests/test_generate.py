@@ -18,9 +18,10 @@ from eval.decode import DecodeConfig, decode
 from eval.schedule import Schedule, ScheduleName
 from eval.verify import Rule
 from models.sampling import SamplingConfig
-from models.target import Target, TargetConfig
+from models.target import Target, TargetConfig, TargetIdentity
 from tests.conftest import run_killed, tiny_tokenizer
 
+IDENTITY = TargetIdentity("tiny", "c" * 64, "w" * 64)
 GREEDY = SamplingConfig(0.0, 0, 1.0, 0.0, 0)
 SAMPLED = SamplingConfig(1.0, 0, 0.9, 0.0, 3)
 NUM_PROMPTS = 10
@@ -45,6 +46,8 @@ def config_of(folder: Path, **changes: Any) -> GenerateConfig:
         sampling=GREEDY,
         max_new_tokens=16,
         batch_size=4,
+        capture=None,
+        captured=str(folder / "captured"),
     )
     return replace(base, **changes)
 
@@ -98,7 +101,7 @@ def test_answers_are_those_of_the_vanilla_runtime(
 
 def test_the_stop_token_is_no_content_and_a_cut_answer_says_so(tiny_target: Target, tmp_path: Path) -> None:
     config, tokenizer = config_of(tmp_path, max_new_tokens=12), tiny_tokenizer()
-    generate(config, tiny_target, tokenizer)
+    generate(config, tiny_target, tokenizer, IDENTITY)
     lines = answers_of(config)
     assert {line["finish_reason"] for line in lines.values()} == {"stop", "length"}
     for line in lines.values():
@@ -130,23 +133,23 @@ def test_a_killed_run_resumes_to_the_same_answers(
     for folder in (whole, broken):
         folder.mkdir()
     config = config_of(whole, sampling=sampling)
-    generate(config, tiny_target, tiny_tokenizer())
+    generate(config, tiny_target, tiny_tokenizer(), IDENTITY)
     wanted = sorted(Path(config.responses).read_text().splitlines())
     resumed = config_of(broken, sampling=sampling)
     counts = []
     kills = ((generate_module, "append_lines", 2), (os, "fsync", 1), (generate_module, "answer_batch", 1))
     for owner, name, call in kills:
         code = run_killed(
-            lambda: generate(resumed, tiny_target, tiny_tokenizer()),  # type: ignore[arg-type]
+            lambda: generate(resumed, tiny_target, tiny_tokenizer(), IDENTITY),  # type: ignore[arg-type]
             kill_before=(owner, name, call),
         )
         assert code == -9
         counts.append(len(answers_of(resumed)))
     assert counts == [4, 8, 8], "batches that were written count, also before their fsync"
-    generate(resumed, tiny_target, tiny_tokenizer())
+    generate(resumed, tiny_target, tiny_tokenizer(), IDENTITY)
     assert sorted(Path(resumed.responses).read_text().splitlines()) == wanted
     before = Path(resumed.responses).read_bytes()
-    generate(resumed, tiny_target, tiny_tokenizer())
+    generate(resumed, tiny_target, tiny_tokenizer(), IDENTITY)
     assert Path(resumed.responses).read_bytes() == before, "a finished run has nothing to do"
 
 
@@ -154,11 +157,11 @@ def test_a_killed_run_resumes_to_the_same_answers(
 def test_a_line_torn_by_a_crash_is_answered_again(tiny_target: Target, tmp_path: Path, cut: int) -> None:
     """Cut in the middle of the last line, or just before its newline."""
     config = config_of(tmp_path)
-    generate(config, tiny_target, tiny_tokenizer())
+    generate(config, tiny_target, tiny_tokenizer(), IDENTITY)
     path = Path(config.responses)
     whole = path.read_bytes()
     path.write_bytes(whole[:-cut])
-    generate(config, tiny_target, tiny_tokenizer())
+    generate(config, tiny_target, tiny_tokenizer(), IDENTITY)
     assert sorted(path.read_bytes().splitlines()) == sorted(whole.splitlines())
 
 
@@ -176,20 +179,20 @@ def test_a_file_without_a_final_newline_loses_no_whole_record(tmp_path: Path) ->
 
 @pytest.mark.parametrize("changes", [{"max_new_tokens": 8}, {"sampling": SAMPLED}])
 def test_other_sampling_options_are_refused(tiny_target: Target, tmp_path: Path, changes: dict[str, Any]) -> None:
-    generate(config_of(tmp_path), tiny_target, tiny_tokenizer())
+    generate(config_of(tmp_path), tiny_target, tiny_tokenizer(), IDENTITY)
     before = (tmp_path / "responses.jsonl").read_bytes()
     with pytest.raises(ValueError, match="holds answers with sampling"):
-        generate(config_of(tmp_path, **changes), tiny_target, tiny_tokenizer())
+        generate(config_of(tmp_path, **changes), tiny_target, tiny_tokenizer(), IDENTITY)
     assert (tmp_path / "responses.jsonl").read_bytes() == before
 
 
 def test_another_batch_size_resumes_and_changes_no_answer(tiny_target: Target, tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    generate(config, tiny_target, tiny_tokenizer())
+    generate(config, tiny_target, tiny_tokenizer(), IDENTITY)
     wanted = answers_of(config)
     lines = (tmp_path / "responses.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "responses.jsonl").write_text("".join(lines[:3]))
-    generate(replace(config, batch_size=3), tiny_target, tiny_tokenizer())
+    generate(replace(config, batch_size=3), tiny_target, tiny_tokenizer(), IDENTITY)
     assert answers_of(config) == wanted
 
 
@@ -199,5 +202,5 @@ def test_only_training_prompts_are_answered(tiny_target: Target, tmp_path: Path)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[0]["split"] = "heldout"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    generate(config, tiny_target, tiny_tokenizer())
+    generate(config, tiny_target, tiny_tokenizer(), IDENTITY)
     assert set(answers_of(config)) == {f"p{index}" for index in range(1, NUM_PROMPTS)}

@@ -1,11 +1,13 @@
 """The training loop: one optimiser step is one fixed list of records, whatever runs it."""
 
 import logging
+import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -38,8 +40,33 @@ class Run:
     drafter: Drafter
     model: torch.nn.Module  # the drafter as the launcher wraps it
     optimizer: Any
+    plan: StepPlan
     num_steps: int
+    identity: TargetIdentity
+    options: dict[str, Any]  # those that fix the trajectory
     trackers: list[Tracker]
+
+    @property
+    def checkpoints(self) -> Path:
+        return Path(self.config.output_dir) / "checkpoints"
+
+
+class StopRequest:
+    """Remembers a SIGTERM until the step in progress is over."""
+
+    def __init__(self) -> None:
+        self.received = False
+        signal.signal(signal.SIGTERM, self._receive)
+
+    def _receive(self, _number: int, _frame: FrameType | None) -> None:
+        self.received = True
+
+    def agreed(self, accelerator: Accelerator) -> bool:
+        """Whether any process was asked to stop; a collective call where there are several."""
+        if accelerator.num_processes == 1:
+            return self.received
+        flag = torch.tensor(float(self.received), device=accelerator.device)
+        return float(cast(Tensor, accelerator.reduce(flag, "sum"))) > 0
 
 
 def train(
@@ -51,14 +78,16 @@ def train(
     *,
     run_config: Mapping[str, Any],
 ) -> Path:
-    """Train from the start or from a checkpoint to the last step; returns the final checkpoint's folder."""
+    """Train from the start or from a checkpoint to the last step; returns the newest checkpoint's folder.
+
+    A SIGTERM ends the run early with a checkpoint, from which the same command goes on.
+    """
     store.check_target(
         config_sha256=identity.config_sha256,
         weights_sha256=identity.weights_sha256,
         layer_ids=drafter.target_layer_ids,
     )
     folder = Path(config.output_dir)
-    checkpoints = folder / "checkpoints"
     plan = StepPlan(store.lengths, config.batch_size, config.micro_batch_size, config.seed)
     num_steps = config.num_steps if config.num_steps is not None else int(config.num_epochs * plan.steps_per_epoch)
     if num_steps < 1:
@@ -66,66 +95,79 @@ def train(
     options = trajectory(config, num_steps)
     drafter.to(accelerator.device)
     optimizer = build_optimizer(drafter.parameters(), config.optim)
-    found = find_checkpoint(config.resume, checkpoints)
+    found = find_checkpoint(config.resume, folder / "checkpoints")
     first_step = load_checkpoint(found, drafter, optimizer, options) if found else 0
     if found:
-        log.info(
-            "train: %s at step %d of %d", "finished" if first_step == num_steps else "resumed", first_step, num_steps
-        )
+        state = "finished" if first_step == num_steps else "resumed"
+        log.info("train: %s at step %d of %d", state, first_step, num_steps)
         if first_step == num_steps:
             return found
     model, prepared = accelerator.prepare(drafter, optimizer)
-    is_main = accelerator.is_main_process
-    trackers = (
-        build_trackers(config.tracker, config.wandb, folder, run_config, first_step=first_step) if is_main else []
-    )
-    run = Run(config, accelerator, drafter, model, prepared, num_steps, trackers)
-    batches = micro_batches(run, store, plan, first_step)
-    window = MetricSums()
-    last_log = time.perf_counter()
-    with tqdm(
-        range(first_step, num_steps),
-        initial=first_step,
-        total=num_steps,
-        desc="train",
-        unit="step",
-        disable=not is_main,
-    ) as progress:
-        for step in progress:
-            values = optimiser_step(run, [next(batches) for _ in range(micro_batches_per_step(run))], step, window)
-            done = step + 1
-            if done % config.log_every == 0 or done == num_steps:
-                seconds, last_log = time.perf_counter() - last_log, time.perf_counter()
-                report(run, window, done, values, seconds / config.log_every, progress)
-            if done % config.checkpoint_every == 0 or done == num_steps:
-                accelerator.wait_for_everyone()
-                if is_main:
-                    save_checkpoint(
-                        checkpoints,
-                        step=done,
-                        drafter=drafter,
-                        optimizer=prepared.optimizer,
-                        identity=identity,
-                        options=options,
-                        keep=config.keep_checkpoints,
-                    )
-                accelerator.wait_for_everyone()
+    trackers: list[Tracker] = []
+    if accelerator.is_main_process:
+        trackers = build_trackers(config.tracker, config.wandb, folder, run_config, first_step=first_step)
+    run = Run(config, accelerator, drafter, model, prepared, plan, num_steps, identity, options, trackers)
+    done = run_steps(run, store, first_step)
     for tracker in trackers:
         tracker.close()
-    return step_folder(checkpoints, num_steps)
+    return step_folder(run.checkpoints, done)
+
+
+def run_steps(run: Run, store: FeatureStore, first_step: int) -> int:
+    """The loop; returns the number of steps done, the last of which has a checkpoint."""
+    config, accelerator, num_steps = run.config, run.accelerator, run.num_steps
+    batches = micro_batches(run, store, first_step)
+    window, stop, done = MetricSums(), StopRequest(), first_step
+    logged_at = (first_step, time.perf_counter())
+    with tqdm(
+        total=num_steps, initial=first_step, desc="train", unit="step", disable=not accelerator.is_main_process
+    ) as progress:
+        while done < num_steps:
+            values = optimiser_step(run, [next(batches) for _ in range(micro_batches_per_step(run))], done, window)
+            done += 1
+            progress.update()
+            is_log_step = done % config.log_every == 0 or done == num_steps
+            if is_log_step:
+                now = time.perf_counter()
+                report(run, window, done, values, (now - logged_at[1]) / (done - logged_at[0]), progress)
+                logged_at = (done, now)
+            # Several processes only agree where they wait for each other anyway.
+            is_stopped = (is_log_step or accelerator.num_processes == 1) and stop.agreed(accelerator)
+            if done % config.checkpoint_every == 0 or done == num_steps or is_stopped:
+                checkpoint(run, done)
+            if is_stopped and done < num_steps:
+                log.info("train: asked to stop, saved step %d; the same command goes on from there", done)
+                break
+    return done
+
+
+def checkpoint(run: Run, step: int) -> None:
+    """Save on the main process while the others wait."""
+    run.accelerator.wait_for_everyone()
+    if run.accelerator.is_main_process:
+        save_checkpoint(
+            run.checkpoints,
+            step=step,
+            drafter=run.drafter,
+            optimizer=run.optimizer.optimizer,
+            identity=run.identity,
+            options=run.options,
+            keep=run.config.keep_checkpoints,
+        )
+    run.accelerator.wait_for_everyone()
 
 
 def micro_batches_per_step(run: Run) -> int:
     return run.config.batch_size // run.config.micro_batch_size // run.accelerator.num_processes
 
 
-def micro_batches(run: Run, store: FeatureStore, plan: StepPlan, first_step: int) -> Iterator[DraftBatch]:
+def micro_batches(run: Run, store: FeatureStore, first_step: int) -> Iterator[DraftBatch]:
     """This process's micro-batches from `first_step` on, on its device."""
     config, accelerator = run.config, run.accelerator
     loader = DataLoader(
         TrainingData(store, layer_ids=run.drafter.target_layer_ids, num_anchors=config.num_anchors, seed=config.seed),
         batch_sampler=RankSampler(
-            plan,
+            run.plan,
             first_step=first_step,
             last_step=run.num_steps,
             rank=accelerator.process_index,

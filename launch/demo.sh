@@ -12,6 +12,7 @@ if [[ -n ${PROMPTS_DIR:-} ]]; then
   extra=("prompts_dir=$PROMPTS_DIR" "extra_tasks=[gsm8k,humaneval,mt-bench]")
 fi
 # One process on the CPU: said explicitly, so that accelerate neither asks nor warns.
+export DS_ACCELERATOR=cpu  # silences a search for GPUs
 launch=("$bin/accelerate" launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no)
 
 $bin/python generate.py experiment=demo

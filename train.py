@@ -28,7 +28,7 @@ def main(node: DictConfig) -> None:
         target_config = prepare_target(node.target, folder, accelerator)
         with stage(folder, "train", is_main=accelerator.is_main_process):
             set_seed(config.seed)  # initial weights: the same on every process
-            store, identity = FeatureStore(Path(config.store)), target_identity(target_config)
+            identity, store = target_identity(target_config), FeatureStore(Path(config.store))
             drafter = build_drafter(model, target_config, load_tokenizer(target_config), accelerator, config.warm_start)
             if accelerator.is_main_process:
                 write_provenance(folder / "train_provenance.json", node, sys.argv)

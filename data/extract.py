@@ -81,6 +81,9 @@ def extract(
             remove_sidecars(folder)  # of a run that was killed right after its manifest
         return
     records = render_responses(config, tokenizer)
+    longest, limit = max(len(record.chat.input_ids) for record in records), target.spec.max_position_embeddings
+    if longest > limit:
+        raise ValueError(f"a chat of {longest} tokens exceeds the target's context of {limit}: set max_length={limit}")
     shards = [records[i : i + config.records_per_shard] for i in range(0, len(records), config.records_per_shard)]
     finished = finished_shards(folder, header) if folder.is_dir() else {}
     accelerator.wait_for_everyone()
@@ -143,6 +146,8 @@ def render_responses(config: ExtractConfig, tokenizer: PreTrainedTokenizerBase) 
         raise ValueError(f"responses={path} holds no records")
     records = []
     for number, line in enumerate(lines, start=1):
+        if missing := {"id", "messages"} - set(line):
+            raise ValueError(f"{path}:{number}: no {' and no '.join(sorted(missing))}; generate.py writes both")
         messages = normalise_messages(line["messages"], f"{path}:{number}")
         try:
             chat = render_chat(tokenizer, messages, finish_reason=line.get("finish_reason"))

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,7 @@ def generate(
     rendered = {i: render_prompt(tokenizer, prompt_part(prompts[i].messages)) for i in todo}
     # Longest first: the slowest batches and the largest buffers come at once, and the ETA only improves.
     todo.sort(key=lambda i: (-len(rendered[i]), i))
+    check_context(rendered, prompts, config.max_new_tokens, target.spec.max_position_embeddings)
     num_tokens, began = 0, time.perf_counter()
     with tqdm(total=len(todo), unit="prompt", desc="generate", disable=not todo) as progress:
         for start in range(0, len(todo), config.batch_size):
@@ -100,6 +101,18 @@ def generate(
             num_tokens += sum(len(answer.tokens) for answer in answers)
             progress.update(len(members))
             progress.set_postfix_str(f"{num_tokens / (time.perf_counter() - began):.0f} tokens/s")
+
+
+def check_context(
+    rendered: Mapping[int, list[int]], prompts: Sequence[Prompt], max_new_tokens: int, limit: int
+) -> None:
+    """Raises ValueError on a prompt that leaves no room for its answer in the target's context."""
+    for index, tokens in rendered.items():
+        if len(tokens) + max_new_tokens > limit:
+            raise ValueError(
+                f"prompt {prompts[index].id} of {len(tokens)} tokens + max_new_tokens={max_new_tokens} exceed the "
+                f"target's context of {limit}: shorten it or lower max_new_tokens"
+            )
 
 
 def check_responses(lines: Sequence[dict[str, Any]], sampling: dict[str, Any], path: Path) -> set[str]:

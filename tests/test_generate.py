@@ -58,6 +58,12 @@ def answers_of(config: GenerateConfig) -> dict[str, dict[str, Any]]:
     return {line["id"]: line for line in lines}
 
 
+def test_a_prompt_that_leaves_no_room_for_its_answer_is_named(tmp_path: Path, tiny_target: Target) -> None:
+    config = config_of(tmp_path, max_new_tokens=600)
+    with pytest.raises(ValueError, match=r"prompt p\d .*max_new_tokens=600 exceed the target's context of 512"):
+        generate(config, tiny_target, tiny_tokenizer(), IDENTITY)
+
+
 @pytest.mark.parametrize("batch_size", [1, 4, 12])
 def test_batched_greedy_answers_equal_those_of_transformers_one_by_one(
     tiny_target: Target,

@@ -30,6 +30,7 @@ def script(tiny_target_config: TargetConfig, monkeypatch: pytest.MonkeyPatch, ca
         GlobalHydra.instance().clear()
         PartialState._reset_state()
         module = load_script(name)
+        module.main.__wrapped__.__module__ = "__main__"  # Hydra then finds conf/ beside the file, as when it is run
         capsys.readouterr()
         module.main()
         return capsys.readouterr().out
@@ -151,6 +152,11 @@ def test_a_chat_without_an_assistant_turn_is_refused(fails: Callable[..., str], 
     (tmp_path / "responses.jsonl").write_text(json.dumps(line) + "\n")
     error = fails("extract", f"output_dir={tmp_path}")
     assert "assistant turn" in error and "responses.jsonl:1" in error
+
+
+def test_a_response_without_messages_is_named(fails: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "responses.jsonl").write_text('{"id": "a"}\n')
+    assert "responses.jsonl:1: no messages" in fails("extract", f"output_dir={tmp_path}")
 
 
 def test_a_missing_store_says_how_to_make_one(fails: Callable[..., str], tmp_path: Path) -> None:

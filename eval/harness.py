@@ -5,7 +5,7 @@ import logging
 import math
 import resource
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class EvalConfig:
     builtin: BuiltinPrompts
     extra_tasks: list[str]
     num_extra_prompts: int | None
+    extra_max_new_tokens: int
     temperature: Any
     seed: int
     max_new_tokens: int
@@ -149,6 +150,8 @@ class Harness:
         prompts = self.prompts[plan.task_set]
         rendered = self._render(prompts)
         config = self._decode_config(plan.temperature, plan.num_draft_tokens, plan.schedule, plan.rule)
+        if plan.task_set == "extra":
+            config = replace(config, max_new_tokens=self.config.extra_max_new_tokens)
         about = {
             "target": self.target_config.name,
             "drafter": plan.subject.name,
@@ -160,7 +163,7 @@ class Harness:
             "dtype": self.target_config.dtype,
             "device": str(self.target.device),
             "batch_size": self.config.batch_size,
-            "max_new_tokens": self.config.max_new_tokens,
+            "max_new_tokens": config.max_new_tokens,
             "task_set": plan.task_set,
         }
         key = sha256_text(json.dumps([about, asdict(config), plan.subject.fingerprint, rendered], sort_keys=True))

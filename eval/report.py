@@ -85,7 +85,9 @@ def render(report: Mapping[str, Any]) -> str:
         "",
     ]
     if extra:
-        lines += ["Benchmark prompts, another distribution than the training prompts:", "", *_table(extra), ""]
+        about = f"{extra[0]['num_prompts']} prompts, at most {extra[0]['max_new_tokens']} new tokens"
+        lines += [f"Benchmark prompts, another distribution than the training prompts ({about}):", ""]
+        lines += [*_table(extra), ""]
     lines += [NOTE, ""]
     lines += [line for row in main if (line := speed_remark(row))]
     lines += _length_lines(report.get("length_choice"))

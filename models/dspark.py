@@ -302,5 +302,7 @@ def check_heads(config: DSparkConfig) -> None:
         raise ValueError("model.confidence_with_markov=true needs model.markov_rank > 0, got 0")
     if config.sampled_vocabulary is not None and config.sampled_vocabulary < 1:
         raise ValueError(f"model.sampled_vocabulary must be positive or null (exact), got {config.sampled_vocabulary}")
+    if not isinstance(config.markov_head, MarkovHeadType):
+        raise ValueError(f"model.markov_head must be one of {', '.join(MarkovHeadType)}, got {config.markov_head!r}")
     if config.decay is not None and config.decay <= 0:
         raise ValueError(f"model.decay must be positive or null (no decay), got {config.decay}")

@@ -2,6 +2,9 @@
 a kill harness and a planted-fault helper. All on CPU, seeded, offline."""
 
 import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read at import: a test that reaches for the network fails at once
+
 import random
 import signal
 from collections.abc import Callable, Iterator
@@ -29,7 +32,6 @@ from models.dspark import DSpark, DSparkConfig, MarkovHeadType
 from models.files import write_json
 from models.target import Target, TargetConfig, TargetIdentity, load_target, target_identity
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # a test that reaches for the network fails at once instead of hanging
 torch.set_num_threads(1)  # reductions in one order, and room for a second process
 
 NUM_WORDS = 50  # the tiny language counts modulo 50

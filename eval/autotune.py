@@ -12,10 +12,11 @@ from torch import Tensor
 from eval.decode import DecodeConfig, decode, pad_rows
 from eval.stats import acceptance_stats
 from models.base import Proposer
-from models.sampling import Sampler
+from models.sampling import Sampler, SamplingConfig
 from models.target import Target
 
 REPEATS = 5
+GREEDY = SamplingConfig(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def measure_costs(target: Target, drafter: Proposer, prompts: Sequence[list[int]
     cache.advance(counts)
     state = drafter.start(tokens, output.features, counts, capacity)
     last = tokens[:, 0]
-    sampler = Sampler(_greedy(), torch.arange(len(prompts), device=target.device))
+    sampler = Sampler(GREEDY, torch.arange(len(prompts), device=target.device))
     nothing = torch.zeros_like(counts)
     costs = []
     for length in range(drafter.num_draft_tokens + 1):
@@ -93,9 +94,3 @@ def seconds_of(call: Callable[[], object]) -> float:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
     return median(times)
-
-
-def _greedy() -> Any:
-    from models.sampling import SamplingConfig
-
-    return SamplingConfig(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)

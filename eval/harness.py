@@ -1,7 +1,6 @@
 """Runs a drafter and its baselines over the same prompts, pass by pass; a finished pass is kept and not run again."""
 
 import json
-import logging
 import math
 import resource
 from collections.abc import Iterator, Sequence
@@ -28,8 +27,6 @@ from eval.verify import Rule
 from models.files import read_json, sha256_text, write_json
 from models.sampling import SamplingConfig
 from models.target import Target, TargetConfig
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -202,7 +199,8 @@ class Harness:
         if not greedy or not self.config.check_transformers:
             return None
         chosen, count = greedy[-1], self.config.check_transformers
-        path = self.folder / "passes" / f"transformers_{sha256_text(json.dumps(chosen.prompts[:count]))[:16]}.json"
+        asked = [chosen.about["target"], chosen.about["dtype"], self.config.max_new_tokens, chosen.prompts[:count]]
+        path = self.folder / "passes" / f"transformers_{sha256_text(json.dumps(asked))[:16]}.json"
         if not path.is_file():
             model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
                 self.target_config.path, dtype=self.target.head.dtype

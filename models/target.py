@@ -193,12 +193,10 @@ AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 def load_target(config: TargetConfig, device: torch.device, *, layer_ids: tuple[int, ...] | None = None) -> Target:
     """Load weights by Hugging Face name or local folder. `layer_ids` overrides the config's."""
-    hf_config = load_hf_config(config)
-    spec = TargetSpec.from_config(hf_config)
+    spec = load_spec(config)
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
         config.path, dtype=dtype_of(config.dtype), attn_implementation=ATTENTION
     )
-    spec = replace(spec, eos_token_ids=stop_token_ids(config, spec))
     if layer_ids is None:
         layer_ids = feature_layer_ids(config, spec)
     model.to(device)  # pyright: ignore[reportArgumentType] (a decorator hides the method's signature)

@@ -30,7 +30,7 @@ from data.store import (
     write_shard,
 )
 from models.files import sha256_text
-from models.target import Target, TargetIdentity
+from models.target import Target, TargetIdentity, pad_rows
 
 log = logging.getLogger(__name__)
 
@@ -197,9 +197,8 @@ def extract_shard(
     todo = [index for index in range(len(records)) if index not in done]
     for members in batches_by_length([len(records[i].chat.input_ids) for i in todo], tokens_per_batch):
         batch = [todo[member] for member in members]
-        width = max(len(records[i].chat.input_ids) for i in batch)
-        rows = [records[i].chat.input_ids + [0] * (width - len(records[i].chat.input_ids)) for i in batch]
-        output = target.forward_whole(torch.tensor(rows, device=target.device))
+        tokens, _ = pad_rows([records[i].chat.input_ids for i in batch], target.device)
+        output = target.forward_whole(tokens)
         for row, index in enumerate(batch):
             length = len(records[index].chat.input_ids)
             done[index] = store_record(records[index], output.features[row, :length], output.hidden[row, :length])

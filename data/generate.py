@@ -18,7 +18,7 @@ from data.prompts import Prompt, builtin_prompts, prompt_part, read_prompts
 from data.run import append_lines, read_lines
 from data.store import FEATURE_DTYPES
 from models.sampling import Purpose, Sampler, SamplingConfig
-from models.target import Target, TargetIdentity
+from models.target import Target, TargetIdentity, pad_rows
 
 log = logging.getLogger(__name__)
 
@@ -182,13 +182,12 @@ class _Batch:
     ) -> None:
         self.target, self.capture = target, capture
         device = target.device
-        counts = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        width = int(counts.max())
-        self.cache = target.new_cache(len(prompts), width + config.max_new_tokens)
+        tokens, counts = pad_rows(prompts, device)
+        self.cache = target.new_cache(len(prompts), tokens.shape[1] + config.max_new_tokens)
         self.sampler = Sampler(config.sampling, torch.tensor(list(request_ids), device=device))
         self.answers = [Answer(index, [], "length") for index in request_ids]
         self.running = list(range(len(prompts)))
-        self.feed(torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=device), counts)
+        self.feed(tokens, counts)
 
     def feed(self, tokens: Tensor, counts: Tensor) -> None:
         """tokens [B, Q], of which counts [B] are kept."""

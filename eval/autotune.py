@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.decode import DecodeConfig, decode, pad_rows
+from eval.decode import DecodeConfig, decode
 from eval.stats import acceptance_stats
 from models.base import Proposer
 from models.sampling import Sampler, SamplingConfig
-from models.target import Target
+from models.target import Target, pad_rows
 
 REPEATS = 5
 GREEDY = SamplingConfig(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)

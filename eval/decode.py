@@ -11,7 +11,7 @@ from eval.schedule import Schedule
 from eval.verify import Rule, Verdict, verify
 from models.base import Proposal, Proposer
 from models.sampling import Purpose, Sampler, SamplingConfig
-from models.target import Target
+from models.target import Target, pad_rows
 
 
 @dataclass(frozen=True)
@@ -221,13 +221,6 @@ class _Batch:
         self.cache.select(index)
         if self.drafter is not None:
             self.state.select(index)
-
-
-def pad_rows(rows: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Right-padded ids [B, S] and counts [B]; the padding is never looked at."""
-    counts = torch.tensor([len(row) for row in rows], device=device)
-    width = int(counts.max())
-    return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device), counts
 
 
 def shorten(proposal: Proposal, num_drafts: int) -> Proposal:

@@ -4,7 +4,7 @@ Generation, extraction and the runtime all go through `Target`. Features are cau
 outputs, never by position in `hidden_states`, whose last entry is normed while the others are not.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,6 +124,13 @@ class Target:
         recent = (slots > positions[..., None] - self.sliding_window)[:, None]
         windowed = visible & recent
         return windowed if self.one_mask else {"full_attention": visible, "sliding_attention": windowed}
+
+
+def pad_rows(rows: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Right-padded ids [B, S] and counts [B]; the padding is never looked at."""
+    counts = torch.tensor([len(row) for row in rows], device=device)
+    width = int(counts.max())
+    return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device), counts
 
 
 @contextmanager

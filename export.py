@@ -25,7 +25,8 @@ def main(node: DictConfig) -> None:
         target = prepare_target(node.target, folder, start_processes(os.environ, single=True))
         with stage(folder, "export"):
             draft = resolve_folder(Path(config.draft))
-            drafter = load_drafter(draft).drafter.bind(*load_frozen(target, load_spec(target)))
+            spec = load_spec(target)
+            drafter = load_drafter(draft, target=spec).drafter.bind(*load_frozen(target, spec))
             check_target(draft, drafter, target, target_identity(target))
             summary = write_summary(folder, read_stages(folder))
             card = model_card(summary, type(drafter).__name__, target.name, provenance(node, sys.argv))

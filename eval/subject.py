@@ -9,7 +9,7 @@ from models.base import Drafter, Proposer
 from models.checkpoint import WEIGHTS, check_target, load_drafter, resolve_folder
 from models.files import sha256_file
 from models.ngram import NgramDrafter
-from models.target import Target, TargetConfig, TargetIdentity, dtype_of
+from models.target import Target, TargetConfig, TargetIdentity, dtype_of, load_spec
 
 NGRAM_DRAFT_TOKENS = 7
 
@@ -48,7 +48,8 @@ def load_subject(draft: str, config: TargetConfig, identity: TargetIdentity, dev
     if draft == "ngram":
         return ngram()
     folder = resolve_folder(Path(draft))
-    drafter = load_drafter(folder, dtype=dtype_of(config.dtype)).drafter.to(device)
+    drafter = load_drafter(folder, dtype=dtype_of(config.dtype), target=load_spec(config)).drafter.to(device)
     check_target(folder, drafter, config, identity)
     name = type(drafter).__name__.lower()
-    return Subject(name, drafter, str(drafter.slot_layout), sha256_file(folder / WEIGHTS))
+    layout = None if drafter.slot_layout is None else str(drafter.slot_layout)
+    return Subject(name, drafter, layout, sha256_file(folder / WEIGHTS))

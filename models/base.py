@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Any, Protocol, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.sampling import Sampler
@@ -125,19 +126,39 @@ class Drafter(nn.Module, ABC):
     needs_features = True
     num_draft_tokens: int
     target_layer_ids: tuple[int, ...]
-    slot_layout: SlotLayout
+    slot_layout: SlotLayout | None = None  # None: a chain, which has no block
+    draft_vocab_size: int | None = None  # None: all of the target's tokens
     spec: TargetSpec
     embedding: Tensor  # [V, D]
     head: Tensor  # [V, D]
 
     def bind(self, embedding: Tensor, head: Tensor) -> Self:
-        """Lend the target's embedding [V, D] and head [V, D]; they are never trained, moved or saved."""
+        """Lend the target's embedding [V, D] and head [V, D]; they are never trained, moved or saved.
+
+        Raises ValueError on other shapes, and on other values than a drafter was bound to before.
+        """
         expected = (self.spec.vocab_size, self.spec.hidden_size)
         for name, tensor in (("embedding", embedding), ("head", head)):
             if tuple(tensor.shape) != expected:
                 raise ValueError(f"target {name} has shape {tuple(tensor.shape)}, the drafter was built for {expected}")
+            before = self.__dict__.get(name)
+            if before is not None and differ(before, tensor):
+                raise ValueError(
+                    f"the drafter came with another {name} than this target's: it was trained for other weights; "
+                    "name the target that it was trained for"
+                )
         self.embedding, self.head = embedding.detach(), head.detach()
         return self
+
+    def use_draft_vocabulary(self, token_ids: Tensor) -> None:  # noqa: ARG002
+        """Take the target tokens [W] int64, ascending, that a drafter with a `draft_vocab_size` drafts from."""
+        raise ValueError(f"{type(self).__name__} has no reduced draft vocabulary")
+
+    def copy_from_bound(self) -> None:
+        """Called once on a fresh drafter, after `bind`: weights that begin as copies of the target's take them now."""
+
+    def check_weights(self) -> None:
+        """Raises ValueError where loaded tensors contradict each other."""
 
     @abstractmethod
     def forward(self, batch: DraftBatch) -> DraftLoss: ...
@@ -170,3 +191,36 @@ class Drafter(nn.Module, ABC):
     def warm_start_layers(self) -> nn.ModuleList | None:
         """Decoder layers with Hugging Face parameter names that may start from the target's last ones."""
         return None
+
+    def init_weights(self, module: nn.Module) -> None:
+        """For `apply`: linear layers and embeddings as the target's family starts them, biases zero."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=self.spec.initializer_range)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Frozen target embedding [..., D], scaled as the target scales it."""
+        return F.embedding(token_ids, self.embedding) * self.spec.embedding_scale
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Float32 logits, soft-capped as the target's."""
+        cap = self.spec.logit_softcap
+        return logits.float() if cap is None else cap * torch.tanh(logits.float() / cap)
+
+
+def differ(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether two [V, D] matrices are other weights, not another rounding: some rows compared, to 2 % of their size."""
+    rows = slice(None, None, max(1, len(ours) // 256))
+    a, b = ours[rows].float(), theirs[rows].to(ours.device).float()
+    return bool((a - b).abs().mean() > 0.02 * a.abs().mean())
+
+
+def check_layer_ids(layer_ids: tuple[int, ...], spec: TargetSpec) -> None:
+    """Raises ValueError unless ids are ascending, unique and among the target's layers."""
+    ids = list(layer_ids)
+    if not ids or ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= spec.num_layers:
+        raise ValueError(
+            f"target_layer_ids must be ascending, unique and in 0..{spec.num_layers - 1} (the target's layers), "
+            f"got {ids}"
+        )

@@ -4,19 +4,34 @@ The target's features enter every layer as keys and values (K/V injection): they
 layer's own k_proj and v_proj, and never updated. Training sees many blocks a row, decoding one.
 """
 
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Self, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import DraftBatch, Drafter, SlotLayout
+from models.base import DraftBatch, Drafter, SlotLayout, check_layer_ids
 from models.cache import KVCache
+from models.config import to_dataclass
 from models.layers import BlockLayer, RMSNorm, Rotary
-from models.losses import position_decay
-from models.masks import context_mask
+from models.losses import LossWeights, VocabLoss, batch_vocabulary, position_decay, published_decay, sum_of, vocab_loss
+from models.masks import cache_mask, context_mask
 from models.spec import TargetSpec
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """Options of every block drafter; conf/model/*.yaml list every value with a remark."""
+
+    num_layers: int
+    num_draft_tokens: int
+    slot_layout: SlotLayout
+    sliding_window: int | None
+    decay: float | None
+    cross_entropy_weight: float
+    l1_weight: float
+    sampled_vocabulary: int | None
 
 
 @dataclass
@@ -48,33 +63,28 @@ class SupervisedSlots:
 class BlockDrafter(Drafter):
     """Shared by every block drafter; a subclass adds heads, loss and proposal."""
 
+    config_type: ClassVar[type[BlockConfig]]
+
     def __init__(
-        self,
-        spec: TargetSpec,
-        *,
-        num_layers: int,
-        num_draft_tokens: int,
-        slot_layout: SlotLayout,
-        target_layer_ids: tuple[int, ...],
-        mask_token_id: int,
-        decay: float | None,
+        self, config: BlockConfig, spec: TargetSpec, *, target_layer_ids: tuple[int, ...], mask_token_id: int | None
     ) -> None:
         super().__init__()
-        check_block_options(spec, num_layers, num_draft_tokens, target_layer_ids, mask_token_id)
-        self.spec, self.num_draft_tokens, self.slot_layout = spec, num_draft_tokens, slot_layout
-        self.target_layer_ids, self.mask_token_id, self.decay = target_layer_ids, mask_token_id, decay
+        self.mask_token_id = check_block_options(config, spec, mask_token_id)
+        check_layer_ids(target_layer_ids, spec)
+        self.config, self.spec, self.target_layer_ids = config, spec, target_layer_ids
+        self.num_draft_tokens, self.slot_layout = config.num_draft_tokens, config.slot_layout
+        self.decay = published_decay(config.num_draft_tokens) if config.decay is None else config.decay
         self.fc = nn.Linear(len(target_layer_ids) * spec.hidden_size, spec.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.layers = nn.ModuleList(BlockLayer(spec) for _ in range(num_layers))
+        self.layers = nn.ModuleList(BlockLayer(spec) for _ in range(config.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.rotary = Rotary(spec)
-        self.apply(self._init_weights)
+        self.apply(self.init_weights)
 
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=self.spec.initializer_range)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
+    @property
+    def num_slots(self) -> int:
+        """Q: an in_place block has a slot for the known token beside those that predict."""
+        return self.num_draft_tokens + (self.slot_layout is SlotLayout.in_place)
 
     def warm_start_layers(self) -> nn.ModuleList:
         return self.layers
@@ -82,9 +92,19 @@ class BlockDrafter(Drafter):
     def block_layers(self) -> list[BlockLayer]:
         return cast("list[BlockLayer]", list(self.layers))
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """Frozen target embedding [..., D], scaled as the target scales it."""
-        return F.embedding(token_ids, self.embedding) * self.spec.embedding_scale
+    def native_config(self) -> dict[str, Any]:
+        return {
+            **asdict(self.config),
+            "target_layer_ids": list(self.target_layer_ids),
+            "mask_token_id": self.mask_token_id,
+        }
+
+    @classmethod
+    def from_native(cls, config: Mapping[str, Any], spec: TargetSpec) -> Self:
+        own = dict(config)
+        layer_ids, mask_token_id = tuple(own.pop("target_layer_ids")), own.pop("mask_token_id")
+        typed = to_dataclass(cls.config_type, own, section="of the checkpoint")
+        return cls(typed, spec, target_layer_ids=layer_ids, mask_token_id=mask_token_id)
 
     # ---- training
 
@@ -92,33 +112,30 @@ class BlockDrafter(Drafter):
         """Final-normed states of the predicting slots of every anchor: [B, A, K, D]."""
         fused = self.hidden_norm(self.fc(batch.features.to(self.fc.weight.dtype)))
         rotary = self.rotary(batch.position_ids)
-        mask = context_mask(batch.anchors, batch.document_ids)
+        mask = context_mask(
+            batch.anchors, batch.document_ids, num_slots=self.num_slots, window=self.config.sliding_window
+        )
         anchor_ids = batch.anchors.clamp(min=0)
         first = batch.input_ids.gather(1, anchor_ids)
         positions = batch.position_ids.gather(1, anchor_ids)
-        contexts = []
-        for layer in self.block_layers():
-            keys, values = layer.self_attn.keys_values(fused, *rotary)
-            contexts.append((keys.transpose(1, 2), values.transpose(1, 2)))
-        return self._run_blocks(first, positions, contexts, mask, self.num_draft_tokens)
+        contexts = [layer.self_attn.context(fused, *rotary) for layer in self.block_layers()]
+        return self._run_blocks(first, positions, contexts, mask)
 
     def _run_blocks(
         self,
         first: Tensor,  # [B, A] int64 known token of each block
         positions: Tensor,  # [B, A] int64 its position
         contexts: list[tuple[Tensor, Tensor]],  # per layer, keys and values [B, H_kv, S, d]
-        mask: Tensor,  # [B, A, S] bool
-        num_draft_tokens: int,
+        mask: Tensor,  # [B, A, 1 or Q, S] bool
     ) -> Tensor:
-        num_slots = num_draft_tokens + (self.slot_layout is SlotLayout.in_place)
-        slots = torch.arange(num_slots, device=first.device)
+        slots = torch.arange(self.num_slots, device=first.device)
         tokens = torch.where(slots == 0, first[..., None], self.mask_token_id)  # [B, A, Q]
         rotary = self.rotary((positions[..., None] + slots).flatten(1))
         x = self.embed(tokens.flatten(1)).to(self.norm.weight.dtype)
         for layer, context in zip(self.layers, contexts, strict=True):
             x = layer(x, rotary, context, mask)
         x = self.norm(x).view(*tokens.shape, -1)
-        return x[:, :, num_slots - num_draft_tokens :]
+        return x[:, :, self.num_slots - self.num_draft_tokens :]
 
     def supervised_slots(self, batch: DraftBatch) -> SupervisedSlots:
         """Slot k of a block anchored at a is labelled with token a + 1 + k, in both layouts.
@@ -153,6 +170,52 @@ class BlockDrafter(Drafter):
         """Sum of the static position weights over supervised slots (float64), the denominator of slot losses."""
         return self.supervised_slots(batch).weights.double().sum()
 
+    def denominators(self, batch: DraftBatch) -> dict[str, Tensor]:
+        return {"tokens": self.slot_weight(batch)}
+
+    def token_loss(
+        self,
+        batch: DraftBatch,
+        hidden: Tensor,  # [R, D] states of the supervised slots
+        slots: SupervisedSlots,
+        *,
+        bias_input: Tensor | None = None,  # [R, r], with bias_head [V, r]
+        bias_head: Tensor | None = None,
+    ) -> VocabLoss:
+        """Weighted cross-entropy and L1 of the supervised slots, over all of the vocabulary or the batch's sample."""
+        head, labels, log_weights = self.head, slots.labels, None
+        if self.config.sampled_vocabulary is not None:
+            drawn = batch_vocabulary(batch, len(head), self.config.sampled_vocabulary)
+            head, labels, log_weights = head[drawn.ids], drawn.places(labels), drawn.log_weights
+            bias_head = None if bias_head is None else bias_head[drawn.ids]
+        return vocab_loss(
+            hidden,
+            slots.teacher.to(hidden.dtype),
+            head=head,
+            weights=slots.weights,
+            terms=LossWeights(cross_entropy=self.config.cross_entropy_weight, l1=self.config.l1_weight),
+            labels=labels,
+            bias_input=bias_input,
+            bias_head=bias_head,
+            softcap=self.spec.logit_softcap,
+            log_weights=log_weights,
+        )
+
+    def slot_metrics(self, loss: VocabLoss, slots: SupervisedSlots) -> dict[str, tuple[Tensor, Tensor]]:
+        """Weighted loss terms; accept rate and top-1 agreement per slot, [K] each."""
+        zeros = torch.zeros(self.num_draft_tokens, dtype=torch.float64, device=slots.slot_ids.device)
+        counts = zeros.index_add(0, slots.slot_ids, torch.ones_like(slots.slot_ids, dtype=torch.float64))
+
+        def per_slot(values: Tensor) -> tuple[Tensor, Tensor]:
+            return zeros.index_add(0, slots.slot_ids, values.detach().double()), counts
+
+        return {
+            "cross_entropy": sum_of(loss.cross_entropy, slots.weights),
+            "l1": sum_of(loss.l1, slots.weights),
+            "accept_rate": per_slot(loss.accept_rate),
+            "top1_agreement": per_slot(loss.top1_agrees),
+        }
+
     # ---- decoding
 
     def start(self, tokens: Tensor, features: Tensor, counts: Tensor, capacity: int) -> BlockState:
@@ -165,30 +228,53 @@ class BlockDrafter(Drafter):
         rotary = self.rotary(state.cache.begin(tokens.shape[1]))
         fused = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
         for index, layer in enumerate(self.block_layers()):
-            keys, values = layer.self_attn.keys_values(fused, *rotary)
-            state.cache.write(index, keys.transpose(1, 2), values.transpose(1, 2))
+            state.cache.write(index, *layer.self_attn.context(fused, *rotary))
         state.cache.advance(counts)
 
     def propose_states(self, state: BlockState, last: Tensor, num_draft_tokens: int) -> Tensor:
-        """Final-normed states [B, K, D] of one block after the newest committed token."""
+        """Final-normed states [B, num_draft_tokens, D] of the block after the newest committed token.
+
+        The whole trained block is always run, since attention inside it is bidirectional: a shorter proposal is a
+        prefix of the full one. Raises ValueError on a longer one.
+        """
+        if num_draft_tokens > self.num_draft_tokens:
+            raise ValueError(
+                f"num_draft_tokens={num_draft_tokens} is more than the {self.num_draft_tokens} that this drafter "
+                "was trained for"
+            )
         contexts = [state.cache.read(index) for index in range(len(self.layers))]
-        slots = torch.arange(contexts[0][0].shape[2], device=last.device)
-        mask = (slots < state.lengths[:, None])[:, None]
-        return self._run_blocks(last[:, None], state.lengths[:, None], contexts, mask, num_draft_tokens)[:, 0]
+        mask = cache_mask(
+            state.lengths, contexts[0][0].shape[2], num_slots=self.num_slots, window=self.config.sliding_window
+        )
+        states = self._run_blocks(last[:, None], state.lengths[:, None], contexts, mask)[:, 0]
+        return states[:, :num_draft_tokens].contiguous()
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Base logits float32 [..., V] of final-normed states, soft-capped as the target's."""
+        return self.capped(states @ self.head.T)
 
 
-def check_block_options(
-    spec: TargetSpec, num_layers: int, num_draft_tokens: int, target_layer_ids: tuple[int, ...], mask_token_id: int
-) -> None:
-    """Raises ValueError naming the option, its value and its limits."""
-    for key, value in (("num_layers", num_layers), ("num_draft_tokens", num_draft_tokens)):
+def check_block_options(config: BlockConfig, spec: TargetSpec, mask_token_id: int | None) -> int:
+    """The mask token; raises ValueError naming the option, its value and its limits."""
+    for key, value in (("num_layers", config.num_layers), ("num_draft_tokens", config.num_draft_tokens)):
         if value < 1:
             raise ValueError(f"model.{key} must be at least 1, got {value}")
+    if config.decay is not None and config.decay < 0:
+        raise ValueError(
+            f"model.decay must be positive, 0 (no decay) or null (as published for the block), got {config.decay}"
+        )
+    if config.sampled_vocabulary is not None and config.sampled_vocabulary < 1:
+        raise ValueError(f"model.sampled_vocabulary must be positive or null (exact), got {config.sampled_vocabulary}")
+    if config.sliding_window is not None and config.sliding_window <= config.num_draft_tokens:
+        raise ValueError(
+            f"model.sliding_window must be null or more than the {config.num_draft_tokens} slots of a block, "
+            f"got {config.sliding_window}"
+        )
+    if mask_token_id is None:
+        raise ValueError(
+            "target.mask_token_id=null and every embedding row of the target is in use: "
+            "name the id of a reserved token that chats never hold"
+        )
     if not 0 <= mask_token_id < spec.vocab_size:
         raise ValueError(f"mask_token_id must be in 0..{spec.vocab_size - 1} (the vocabulary), got {mask_token_id}")
-    ids = list(target_layer_ids)
-    if not ids or ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= spec.num_layers:
-        raise ValueError(
-            f"target_layer_ids must be ascending, unique and in 0..{spec.num_layers - 1} (the target's layers), "
-            f"got {ids}"
-        )
+    return mask_token_id

@@ -1,8 +1,8 @@
-"""Drafter folders: save and load our own format, read and write DeepSpec's; refuse unknown or missing keys.
+"""Drafter folders: save and load our own format, load public ones (models/published.py); refuse what does not fit.
 
 Native folder: config.json (`format_version`, `drafter`, `slot_layout`, `num_draft_tokens`, `target_layer_ids`,
-`mask_token_id`, `target`, the drafter's own options), model.safetensors (trained weights only, float32 or as trained).
-The target's embedding and head are not inside; `load_drafter` binds them. DeepSpec folders hold copies of both.
+`target`, the drafter's own options), model.safetensors (trained weights only, float32 or as trained; its metadata
+repeats the slot layout). The target's embedding and head are not inside; the caller binds them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,30 +15,15 @@ from hydra.utils import get_class
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig
 
 from models.base import Drafter
 from models.files import read_json, write_atomic, write_json
+from models.published import Published, known_architecture, read_published
 from models.spec import TargetSpec
 from models.target import TargetConfig, TargetIdentity, load_spec
 
 FORMAT_VERSION = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-# Architectures of DeepSpec checkpoints and the drafter that reads them.
-DEEPSPEC_ARCHITECTURES = {"Qwen3DSparkModel": "models.dspark.DSpark"}
-# Fields that transformers would fill with some Qwen3's values if they were absent.
-DEEPSPEC_SIZES = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_target_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-)
 
 
 @dataclass(frozen=True)
@@ -46,7 +31,7 @@ class LoadedDrafter:
     """A drafter with embedding and head bound where the folder held them."""
 
     drafter: Drafter
-    format: str  # native or deepspec
+    format: str  # native, or the architecture that a public config names
     bound: bool
 
 
@@ -92,39 +77,53 @@ def save_drafter(drafter: Drafter, folder: Path, *, target: Mapping[str, str]) -
         "target": {**target, "spec": drafter.spec.to_dict()},
         **drafter.native_config(),
     }
+    drafter.check_weights()
     weights = {name: tensor.detach().contiguous() for name, tensor in drafter.state_dict().items()}
+    # One key only: safetensors writes several in random order, and equal drafters must give equal bytes.
+    metadata = {"slot_layout": str(drafter.slot_layout)}
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / WEIGHTS, lambda path: save_file(weights, path, metadata={"format": "pt"}))
+    write_atomic(folder / WEIGHTS, lambda path: save_file(weights, path, metadata=metadata))
     write_json(folder / CONFIG, config)
 
 
-def load_drafter(folder: Path, *, dtype: torch.dtype | None = None) -> LoadedDrafter:
+def load_drafter(folder: Path, *, dtype: torch.dtype | None = None, target: TargetSpec | None = None) -> LoadedDrafter:
     """Build the drafter that a folder describes and load its weights; the format is read from the config alone.
 
-    Raises ValueError on a missing file, an unknown format, and missing, extra or misshaped tensors (all listed).
+    `target` is asked only where a public config does not say how many layers its target has. Raises ValueError on a
+    missing file, an unknown format, and missing, extra or misshaped tensors (all listed).
     """
     if not folder.is_dir():
         raise ValueError(f"draft={folder}: no such folder")
     config = read_json(folder / CONFIG)
-    if "format_version" in config:
-        drafter, kind = _from_native(config, folder), "native"
-    elif set(config.get("architectures") or []) & set(DEEPSPEC_ARCHITECTURES):
-        drafter, kind = _from_deepspec(config, folder), "deepspec"
-    else:
-        raise ValueError(
-            f"{folder / CONFIG}: neither format_version (ours) nor a known architecture "
-            f"({', '.join(DEEPSPEC_ARCHITECTURES)}); got architectures={config.get('architectures')}"
-        )
     tensors = read_weights(folder / WEIGHTS)
-    embedding, head = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
-    if kind == "deepspec" and (embedding is None or head is None):
-        raise ValueError(f"{folder / WEIGHTS}: a DeepSpec checkpoint holds embed_tokens.weight and lm_head.weight")
-    load_weights(drafter, tensors, folder / WEIGHTS)
+    if "format_version" in config:
+        _check_layout(config, folder)
+        read, kind = Published(_from_native(config, folder), tensors), "native"
+    else:
+        try:
+            read = read_published(config, tensors, target)
+        except ValueError as error:
+            raise ValueError(f"{folder / CONFIG}: {error}") from error
+        kind = str(known_architecture(config))
+    drafter = read.drafter
+    load_weights(drafter, read.tensors, folder / WEIGHTS)
     if dtype is not None:
         drafter.to(dtype)
-    if embedding is not None and head is not None:
-        drafter.bind(embedding if dtype is None else embedding.to(dtype), head if dtype is None else head.to(dtype))
-    return LoadedDrafter(drafter.eval(), kind, embedding is not None and head is not None)
+    if read.embedding is not None and read.head is not None:
+        drafter.bind(*(matrix if dtype is None else matrix.to(dtype) for matrix in (read.embedding, read.head)))
+    return LoadedDrafter(drafter.eval(), kind, read.head is not None)
+
+
+def _check_layout(config: Mapping[str, Any], folder: Path) -> None:
+    """Nothing in the weights tells one slot layout from another, so the weights file names its own."""
+    _check_fields(config, ("drafter", "target", "slot_layout", "num_draft_tokens"), folder)
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        trained = (file.metadata() or {}).get("slot_layout")
+    if trained != str(config["slot_layout"]):
+        raise ValueError(
+            f"{folder / CONFIG}: slot_layout={config['slot_layout']}, but {WEIGHTS} was trained with {trained}; "
+            "served with another layout every draft would be shifted by one token"
+        )
 
 
 def _from_native(config: dict[str, Any], folder: Path) -> Drafter:
@@ -134,7 +133,6 @@ def _from_native(config: dict[str, Any], folder: Path) -> Drafter:
             "export it again with the version that wrote it"
         )
     own = {key: value for key, value in config.items() if key not in ("format_version", "drafter", "target")}
-    _check_fields(config, ("drafter", "target", "slot_layout", "num_draft_tokens"), folder)
     _check_fields(config["target"], ("spec",), folder)
     spec = TargetSpec.from_dict(config["target"]["spec"])
     try:
@@ -152,21 +150,6 @@ def _from_native(config: dict[str, Any], folder: Path) -> Drafter:
 def _check_fields(config: Mapping[str, Any], fields: Sequence[str], folder: Path) -> None:
     if missing := [field for field in fields if field not in config]:
         raise ValueError(f"{folder / CONFIG}: missing {', '.join(missing)}")
-
-
-def _from_deepspec(config: dict[str, Any], folder: Path) -> Drafter:
-    _check_fields(config, DEEPSPEC_SIZES, folder)
-    if "rope_parameters" not in config and "rope_theta" not in config:
-        raise ValueError(f"{folder / CONFIG}: missing rope_parameters")
-    architecture = next(name for name in config["architectures"] if name in DEEPSPEC_ARCHITECTURES)
-    target_config = AutoConfig.for_model(
-        **{**config, "num_hidden_layers": config["num_target_layers"], "layer_types": None}
-    )
-    spec = TargetSpec.from_config(target_config)
-    try:
-        return get_class(DEEPSPEC_ARCHITECTURES[architecture]).from_deepspec(config, spec)
-    except KeyError as error:
-        raise ValueError(f"{folder / CONFIG}: missing {error}") from error
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -193,3 +176,7 @@ def load_weights(drafter: Drafter, tensors: Mapping[str, Tensor], path: Path) ->
     if problems:
         raise ValueError(f"{path} does not fit its config: " + "; ".join(problems))
     drafter.load_state_dict(dict(tensors))
+    try:
+        drafter.check_weights()
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

@@ -5,18 +5,17 @@ token before each slot, so drafting is one parallel pass and a cheap left-to-rig
 before a slot is sampled, the probability that exact verification will accept it.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import DraftBatch, DraftLoss, Proposal, Serving, SlotLayout
-from models.block import BlockDrafter, BlockState, SupervisedSlots
-from models.losses import VocabLoss, sample_vocabulary, sum_of, vocab_loss
+from models.base import DraftBatch, DraftLoss, Proposal, Serving
+from models.block import BlockConfig, BlockDrafter, BlockState, SupervisedSlots
+from models.dflash import deepspec_serving
+from models.losses import sum_of
 from models.sampling import Purpose, Sampler
 from models.spec import TargetSpec
 
@@ -30,63 +29,50 @@ class MarkovHeadType(StrEnum):
 
 
 @dataclass(frozen=True)
-class DSparkConfig:
+class DSparkConfig(BlockConfig):
     """Options of DSpark; conf/model/dspark.yaml lists every value with a remark."""
 
-    num_layers: int
-    num_draft_tokens: int
-    slot_layout: SlotLayout
-    decay: float | None
     markov_rank: int
     markov_head: MarkovHeadType
     confidence: bool
     confidence_with_markov: bool
-    cross_entropy_weight: float
-    l1_weight: float
     confidence_weight: float
-    sampled_vocabulary: int | None
 
-    def build(self, spec: TargetSpec, *, target_layer_ids: tuple[int, ...], mask_token_id: int) -> "DSpark":
+    def build(self, spec: TargetSpec, *, target_layer_ids: tuple[int, ...], mask_token_id: int | None) -> "DSpark":
         return DSpark(self, spec, target_layer_ids=target_layer_ids, mask_token_id=mask_token_id)
 
 
 class DSpark(BlockDrafter):
     """Block drafter with a sequential low-rank correction and calibrated-to-be confidences."""
 
+    config_type = DSparkConfig
+    config: DSparkConfig
+
     def __init__(
-        self, config: DSparkConfig, spec: TargetSpec, *, target_layer_ids: tuple[int, ...], mask_token_id: int
+        self, config: DSparkConfig, spec: TargetSpec, *, target_layer_ids: tuple[int, ...], mask_token_id: int | None
     ) -> None:
         check_heads(config)
-        self.config = config
-        super().__init__(
-            spec,
-            num_layers=config.num_layers,
-            num_draft_tokens=config.num_draft_tokens,
-            slot_layout=config.slot_layout,
-            target_layer_ids=target_layer_ids,
-            mask_token_id=mask_token_id,
-            decay=config.decay,
-        )
+        super().__init__(config, spec, target_layer_ids=target_layer_ids, mask_token_id=mask_token_id)
         self.markov_head = MarkovHead(config.markov_head, config.markov_rank, spec) if config.markov_rank else None
         confidence_size = spec.hidden_size + (config.markov_rank if config.confidence_with_markov else 0)
         self.confidence_head = ConfidenceHead(confidence_size) if config.confidence else None
         for head in (self.markov_head, self.confidence_head):
             if head is not None:
-                head.apply(self._init_weights)
+                head.apply(self.init_weights)
 
     def forward(self, batch: DraftBatch) -> DraftLoss:
-        config = self.config
         states = self.block_states(batch)
         slots = self.supervised_slots(batch)
         hidden = states[slots.mask]
         embedded, latent = self._teacher_forced_markov(states, slots)
-        loss = self._vocab_loss(batch, hidden, latent, slots)
+        bias_head = None if self.markov_head is None else self.markov_head.markov_w2.weight
+        loss = self.token_loss(batch, hidden, slots, bias_input=latent, bias_head=bias_head)
         numerators = {"tokens": loss.total}
-        metrics = self._slot_metrics(loss, slots)
+        metrics = self.slot_metrics(loss, slots)
         if self.confidence_head is not None:
-            logits = self.confidence_head(hidden, embedded if config.confidence_with_markov else None)
+            logits = self.confidence_head(hidden, embedded if self.config.confidence_with_markov else None)
             bce = F.binary_cross_entropy_with_logits(logits, loss.accept_rate, weight=slots.weights, reduction="sum")
-            numerators["confidence"] = config.confidence_weight * bce
+            numerators["confidence"] = self.config.confidence_weight * bce
             metrics["confidence_bce"] = (bce.detach().double(), slots.weights.double().sum())
             error = torch.sigmoid(logits) - loss.accept_rate
             metrics["confidence_error"] = sum_of(error.abs(), slots.weights)
@@ -113,56 +99,8 @@ class DSpark(BlockDrafter):
             latents.append(latent)
         return embedded, torch.stack(latents, dim=2)[slots.mask]
 
-    def _vocab_loss(
-        self, batch: DraftBatch, hidden: Tensor, latent: Tensor | None, slots: SupervisedSlots
-    ) -> VocabLoss:
-        config = self.config
-        head, labels, log_weights = self.head, slots.labels, None
-        bias_head = None if self.markov_head is None else self.markov_head.markov_w2.weight
-        if config.sampled_vocabulary is not None:
-            # Seeded by the batch itself: a resumed run draws the same columns.
-            generator = torch.Generator().manual_seed(int(batch.anchors.sum() * 1_000_003 + batch.input_ids.sum()))
-            drawn = sample_vocabulary(batch.input_ids, len(head), config.sampled_vocabulary, generator)
-            head, labels, log_weights = head[drawn.ids], drawn.places(labels), drawn.log_weights
-            bias_head = None if bias_head is None else bias_head[drawn.ids]
-        return vocab_loss(
-            hidden,
-            slots.teacher.to(hidden.dtype),
-            head=head,
-            labels=labels,
-            weights=slots.weights,
-            cross_entropy=config.cross_entropy_weight,
-            l1=config.l1_weight,
-            bias_input=latent,
-            bias_head=bias_head,
-            softcap=self.spec.logit_softcap,
-            log_weights=log_weights,
-        )
-
-    def _slot_metrics(self, loss: VocabLoss, slots: SupervisedSlots) -> dict[str, tuple[Tensor, Tensor]]:
-        """Weighted loss terms; accept rate and top-1 agreement per slot, [K] each."""
-        ones = torch.zeros(self.num_draft_tokens, dtype=torch.float64, device=slots.slot_ids.device)
-        counts = ones.index_add(0, slots.slot_ids, torch.ones_like(slots.slot_ids, dtype=torch.float64))
-
-        def per_slot(values: Tensor) -> tuple[Tensor, Tensor]:
-            return ones.index_add(0, slots.slot_ids, values.detach().double()), counts
-
-        return {
-            "cross_entropy": sum_of(loss.cross_entropy, slots.weights),
-            "l1": sum_of(loss.l1, slots.weights),
-            "accept_rate": per_slot(loss.accept_rate),
-            "top1_agreement": per_slot(loss.top1_agrees),
-        }
-
     def propose(self, state: BlockState, last: Tensor, sampler: Sampler, num_draft_tokens: int) -> Proposal:
-        if num_draft_tokens > self.num_draft_tokens:
-            raise ValueError(
-                f"num_draft_tokens={num_draft_tokens} is more than the {self.num_draft_tokens} that this drafter "
-                "was trained for"
-            )
-        # The whole trained block is always run, since attention inside it is bidirectional; a shorter proposal is a
-        # prefix of the full one and the walk stops early.
-        states = self.propose_states(state, last, self.num_draft_tokens)[:, :num_draft_tokens].contiguous()
+        states = self.propose_states(state, last, num_draft_tokens)
         base = self.logits(states)
         positions = state.lengths + 1
         previous, memory = last, None if self.markov_head is None else self.markov_head.memory(states[:, 0])
@@ -186,71 +124,17 @@ class DSpark(BlockDrafter):
             confidence=torch.stack(confidences, dim=1) if confidences else None,
         )
 
-    def logits(self, states: Tensor) -> Tensor:
-        """Base logits float32 [..., V] of final-normed states, soft-capped as the target's."""
-        logits = (states @ self.head.T).float()
-        cap = self.spec.logit_softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
-
-    def native_config(self) -> dict[str, Any]:
-        return {
-            **asdict(self.config),
-            "target_layer_ids": list(self.target_layer_ids),
-            "mask_token_id": self.mask_token_id,
-        }
-
-    @classmethod
-    def from_native(cls, config: Mapping[str, Any], spec: TargetSpec) -> "DSpark":
-        own = dict(config)
-        layer_ids, mask_token_id = tuple(own.pop("target_layer_ids")), own.pop("mask_token_id")
-        own["slot_layout"] = SlotLayout(own["slot_layout"])
-        own["markov_head"] = MarkovHeadType(own["markov_head"])
-        return cls(DSparkConfig(**own), spec, target_layer_ids=layer_ids, mask_token_id=mask_token_id)
-
-    @classmethod
-    def from_deepspec(cls, config: Mapping[str, Any], spec: TargetSpec) -> "DSpark":
-        """From the reference's own config.json; loss weights are not stored there, so the published ones are taken."""
-        rank = config["markov_rank"]
-        own = DSparkConfig(
-            num_layers=config["num_hidden_layers"],
-            num_draft_tokens=config["block_size"],
-            slot_layout=SlotLayout.anchor_first,
-            decay=4.0,
-            markov_rank=rank,
-            markov_head=MarkovHeadType(config.get("markov_head_type", "vanilla")),
-            confidence=config["enable_confidence_head"],
-            confidence_with_markov=config.get("confidence_head_with_markov", False) and rank > 0,
-            cross_entropy_weight=0.1 if rank else 1.0,
-            l1_weight=0.9 if rank else 0.0,
-            confidence_weight=1.0,
-            sampled_vocabulary=None,
-        )
-        layer_ids = tuple(config["target_layer_ids"])
-        return cls(own, spec, target_layer_ids=layer_ids, mask_token_id=config["mask_token_id"])
-
     def serving(self, engine: str) -> Serving:
         """DeepSpec's layout, which vLLM's method `dspark` reads too: same tensor names, flat config fields."""
         if engine != "deepspec":
             raise ValueError(f"engine={engine} cannot be written for DSpark; choose engine=deepspec")
-        if self.slot_layout is not SlotLayout.anchor_first:
-            raise ValueError(
-                "the deepspec format has no slot_layout=in_place; train with model.slot_layout=anchor_first"
-            )
-        config = {
-            "architectures": ["Qwen3DSparkModel"],
-            "block_size": self.num_draft_tokens,
-            "confidence_head_with_markov": self.config.confidence_with_markov,
-            "enable_confidence_head": self.config.confidence,
-            "layer_types": ["full_attention"] * self.config.num_layers,
-            "markov_head_type": str(self.config.markov_head),
-            "markov_rank": self.config.markov_rank,
-            "mask_token_id": self.mask_token_id,
-            "num_anchors": 512,  # a training option that the reference requires at load; not used in decoding
-            "num_hidden_layers": self.config.num_layers,
-            "sample_from_anchor": True,  # explicit: engines disagree on what its absence means
-            "target_layer_ids": list(self.target_layer_ids),
-        }
-        return Serving(config=config, renames={}, with_embedding=True)
+        return deepspec_serving(
+            self,
+            markov_rank=self.config.markov_rank,
+            markov_head_type=str(self.config.markov_head),
+            enable_confidence_head=self.config.confidence,
+            confidence_head_with_markov=self.config.confidence_with_markov,
+        )
 
 
 class MarkovHead(nn.Module):
@@ -300,9 +184,5 @@ def check_heads(config: DSparkConfig) -> None:
         raise ValueError(f"model.markov_rank must be at least 0 (0 = no Markov head), got {config.markov_rank}")
     if config.confidence_with_markov and config.markov_rank == 0:
         raise ValueError("model.confidence_with_markov=true needs model.markov_rank > 0, got 0")
-    if config.sampled_vocabulary is not None and config.sampled_vocabulary < 1:
-        raise ValueError(f"model.sampled_vocabulary must be positive or null (exact), got {config.sampled_vocabulary}")
     if not isinstance(config.markov_head, MarkovHeadType):
         raise ValueError(f"model.markov_head must be one of {', '.join(MarkovHeadType)}, got {config.markov_head!r}")
-    if config.decay is not None and config.decay <= 0:
-        raise ValueError(f"model.decay must be positive or null (no decay), got {config.decay}")

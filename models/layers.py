@@ -69,95 +69,95 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
-class BlockAttention(nn.Module):
-    """Attention of blocks of draft slots over a row's context features and over their own block.
+class DraftAttention(nn.Module):
+    """Projections of a drafter's attention; `attend_blocks` does the mixing.
 
-    Context and slots share k_proj and v_proj (K/V injection, DFlash section 3). Inside a block attention is
-    bidirectional; blocks never see each other.
+    Context and draft slots share k_proj and v_proj (K/V injection, DFlash section 3).
     """
 
-    def __init__(self, spec: TargetSpec) -> None:
+    def __init__(self, spec: TargetSpec, *, input_size: int, qk_norm: bool) -> None:
         super().__init__()
         self.head_dim, self.num_kv_heads = spec.head_dim, spec.num_kv_heads
-        self.q_proj = nn.Linear(spec.hidden_size, spec.num_heads * spec.head_dim, bias=False)
-        self.k_proj = nn.Linear(spec.hidden_size, spec.num_kv_heads * spec.head_dim, bias=False)
-        self.v_proj = nn.Linear(spec.hidden_size, spec.num_kv_heads * spec.head_dim, bias=False)
+        self.q_proj = nn.Linear(input_size, spec.num_heads * spec.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=False)
         self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=False)
-        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
-        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
+        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if qk_norm else nn.Identity()
+
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [B, S, input] at the positions of cos and sin [B, S, d] -> rotated queries [B, S, H, d]."""
+        queries = self.q_norm(self.q_proj(x).view(*x.shape[:2], -1, self.head_dim))
+        return rotate(queries, cos, sin)
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, S, D] -> rotated keys and values, each [B, S, H_kv, d]."""
+        """x [B, S, input] -> rotated keys and values, each [B, S, H_kv, d]."""
         shape = (*x.shape[:2], self.num_kv_heads, self.head_dim)
         keys = self.k_norm(self.k_proj(x).view(shape))
         return rotate(keys, cos, sin), self.v_proj(x).view(shape)
 
-    def forward(
-        self,
-        x: Tensor,  # [B, A*Q, D] normalised slots
-        cos: Tensor,  # [B, A*Q, d]
-        sin: Tensor,  # [B, A*Q, d]
-        context: tuple[Tensor, Tensor],  # keys and values, each [B, H_kv, S, d]
-        context_mask: Tensor,  # [B, A, S] bool
-    ) -> Tensor:
-        batch, num_anchors = context_mask.shape[:2]
-        queries = self.q_norm(self.q_proj(x).view(*x.shape[:2], -1, self.head_dim))
-        queries = rotate(queries, cos, sin)
+    def context(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values laid out for `attend_blocks` and caches, each [B, H_kv, S, d]."""
         keys, values = self.keys_values(x, cos, sin)
-        blocks = (batch, num_anchors, -1)
-        mixed = attend_blocks(
-            queries.view(*blocks, *queries.shape[2:]),
-            (keys.view(*blocks, *keys.shape[2:]), values.view(*blocks, *values.shape[2:])),
-            context,
-            context_mask,
-        )
-        return self.o_proj(mixed.reshape(*x.shape[:2], -1))
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
 
 def attend_blocks(
     queries: Tensor,  # [B, A, Q, H, d]
-    block: tuple[Tensor, Tensor],  # keys and values of the slots, each [B, A, Q, H_kv, d]
+    block: tuple[Tensor, Tensor],  # keys and values of the block itself, each [B, A, M, H_kv, d], all visible
     context: tuple[Tensor, Tensor],  # keys and values of the row, each [B, H_kv, S, d]
-    context_mask: Tensor,  # [B, A, S] bool
+    context_mask: Tensor,  # [B, A, 1 or Q, S] bool
 ) -> Tensor:
-    """Softmax attention of each block over (its visible context, its own slots) -> [B, A, Q, H, d].
+    """Softmax attention of each block over (its visible context, its own keys) -> [B, A, Q, H, d].
 
-    The context product is one matmul a row and the block product Q x Q per block, so cost is linear in the number of
-    anchors: no [A*Q, S + A*Q] mask is ever built. Grouped heads share keys without copies.
+    The context product is one matmul a row and the block product Q x M per block, so cost is linear in the number of
+    blocks: no [A*Q, S + A*M] mask is ever built. Grouped heads share keys without copies.
     """
-    batch, num_anchors, num_slots, num_heads, size = queries.shape
-    num_kv_heads = context[0].shape[1]
-    group = num_heads // num_kv_heads
-    scaled = (queries * size**-0.5).view(batch, num_anchors, num_slots, num_kv_heads, group, size)
+    batch, num_blocks, num_slots, num_heads, size = queries.shape
+    num_kv_heads, length = context[0].shape[1:3]
+    group, num_keys = num_heads // num_kv_heads, block[0].shape[2]
+    scaled = (queries * size**-0.5).view(batch, num_blocks, num_slots, num_kv_heads, group, size)
     scaled = scaled.permute(0, 3, 1, 4, 2, 5)  # [B, H_kv, A, G, Q, d]
     by_row = scaled.reshape(batch, num_kv_heads, -1, size)  # [B, H_kv, A*G*Q, d]
-    by_block = scaled.reshape(batch, num_kv_heads, num_anchors, group * num_slots, size)
-    block_keys, block_values = (x.permute(0, 3, 1, 2, 4) for x in block)  # [B, H_kv, A, Q, d]
+    by_block = scaled.reshape(batch, num_kv_heads, num_blocks, group * num_slots, size)
+    block_keys, block_values = (x.permute(0, 3, 1, 2, 4) for x in block)  # [B, H_kv, A, M, d]
     context_scores = (by_row @ context[0].transpose(-1, -2)).view(
-        batch, num_kv_heads, num_anchors, group * num_slots, -1
+        batch, num_kv_heads, num_blocks, group, num_slots, length
     )
-    context_scores = context_scores.masked_fill(~context_mask[:, None, :, None], -torch.inf)
+    context_scores = context_scores.masked_fill(~context_mask[:, None, :, None], -torch.inf).flatten(3, 4)
     scores = torch.cat((context_scores, by_block @ block_keys.transpose(-1, -2)), dim=-1)
     weights = torch.softmax(scores.float(), dim=-1).to(queries.dtype)
-    from_context, from_block = weights.split((context[0].shape[2], num_slots), dim=-1)
-    mixed = (from_context.reshape(batch, num_kv_heads, -1, context[0].shape[2]) @ context[1]).view(by_block.shape)
+    from_context, from_block = weights.split((length, num_keys), dim=-1)
+    mixed = (from_context.reshape(batch, num_kv_heads, -1, length) @ context[1]).view(by_block.shape)
     mixed = mixed + from_block @ block_values
-    mixed = mixed.view(batch, num_kv_heads, num_anchors, group, num_slots, size)
+    mixed = mixed.view(batch, num_kv_heads, num_blocks, group, num_slots, size)
     return mixed.permute(0, 2, 4, 1, 3, 5).reshape(queries.shape)
 
 
 class BlockLayer(nn.Module):
-    """Pre-norm decoder layer over draft slots; the context enters attention only and is never updated."""
+    """Pre-norm decoder layer over draft slots; the context enters attention only and is never updated.
+
+    Attention inside a block is bidirectional; blocks never see each other.
+    """
 
     def __init__(self, spec: TargetSpec) -> None:
         super().__init__()
-        self.self_attn = BlockAttention(spec)
+        self.self_attn = DraftAttention(spec, input_size=spec.hidden_size, qk_norm=True)
         self.mlp = GatedMLP(spec)
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], context_mask: Tensor
+        self,
+        x: Tensor,  # [B, A*Q, D]
+        rotary: tuple[Tensor, Tensor],  # each [B, A*Q, d]
+        context: tuple[Tensor, Tensor],  # each [B, H_kv, S, d]
+        context_mask: Tensor,  # [B, A, 1 or Q, S] bool
     ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), *rotary, context, context_mask)
+        normed = self.input_layernorm(x)
+        keys, values = self.self_attn.keys_values(normed, *rotary)
+        queries, num_blocks = self.self_attn.queries(normed, *rotary), context_mask.shape[1]
+        queries, keys, values = (part.unflatten(1, (num_blocks, -1)) for part in (queries, keys, values))
+        mixed = attend_blocks(queries, (keys, values), context, context_mask)
+        x = x + self.self_attn.o_proj(mixed.reshape(*x.shape[:2], -1))
         return x + self.mlp(self.post_attention_layernorm(x))

@@ -6,16 +6,35 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from models.base import DraftBatch
+
 # Rows of a chunk are chosen so that one float32 [rows, V] buffer stays near this size.
 CHUNK_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class VocabLoss:
-    """Result of `vocab_loss`. Only `total` is differentiable."""
+class LossWeights:
+    """Weight of each term of a row's loss."""
 
-    total: Tensor  # [] sum over rows of weight * (ce * cross-entropy + l1 * ||draft - target||_1)
-    cross_entropy: Tensor  # [R] nats, unweighted
+    cross_entropy: float = 0.0  # against the labels, nats
+    soft_cross_entropy: float = 0.0  # against the target's distribution, nats: forward KL plus the target's entropy
+    l1: float = 0.0  # ||draft - target||_1, twice the total variation
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """A head of the draft's own, trained or not: row w stands for target token `ids[w]`."""
+
+    weight: Tensor  # [W, D]
+    ids: Tensor  # [W] int64, distinct
+
+
+@dataclass(frozen=True)
+class VocabLoss:
+    """Result of `vocab_loss`. Only `total` is differentiable; the rest is per row and unweighted."""
+
+    total: Tensor  # [] sum over rows of weight * (weighted terms)
+    cross_entropy: Tensor  # [R] nats; the soft one where that has a weight, else against the labels
     l1: Tensor  # [R] sum over V of |draft_probs - target_probs|, in 0..2
     top1_agrees: Tensor  # [R] bool, the draft's most likely token is the target's
 
@@ -29,85 +48,139 @@ def vocab_loss(
     hidden: Tensor,  # [R, D] draft states after the final norm
     teacher: Tensor,  # [R, D] target's last hidden states of the same predictions
     *,
-    head: Tensor,  # [V, D] frozen
-    labels: Tensor,  # [R] int64
+    head: Tensor,  # [V, D] the target's, frozen
     weights: Tensor,  # [R] static position weights
-    cross_entropy: float,  # weight of the cross-entropy term
-    l1: float,  # weight of the L1 term (twice the total variation)
+    terms: LossWeights,
+    labels: Tensor | None = None,  # [R] int64, needed by cross_entropy
+    draft_head: DraftHead | None = None,  # None: the draft uses `head`
     bias_input: Tensor | None = None,  # [R, r], with bias_head [V, r]: logits += bias_input @ bias_head.T
     bias_head: Tensor | None = None,
     softcap: float | None = None,  # logits = softcap * tanh(logits / softcap), before the bias
     log_weights: Tensor | None = None,  # [V] added to both logits: the columns are a sample (`SampledVocabulary`)
 ) -> VocabLoss:
-    """Cross-entropy and L1 distance of draft and target distributions, and their metrics, in one pass.
+    """Losses of draft against target distributions, and their metrics, in one pass over the vocabulary.
 
-    Gradients (to hidden, bias_input, bias_head) are computed chunk by chunk in the forward pass, so the backward pass
-    only scales them: the head is multiplied three times a row in all. Logits are float32, or float64 for such inputs.
+    Gradients (to hidden, bias_input, bias_head, draft_head.weight) are computed chunk by chunk in the forward pass, so
+    the backward pass only scales them: a head is multiplied three times a row in all. Logits are float32, or float64
+    for such inputs.
+
+    With a draft head of fewer tokens the soft target is the target's distribution renormalised over these, and a row
+    whose most likely target token is not among them has no loss but counts as a miss in the metrics (EAGLE-3,
+    section 3); l1 always counts the mass that the draft cannot reach.
     """
+    assert terms.cross_entropy == 0 or labels is not None, "cross_entropy needs labels"
+    assert draft_head is None or (terms.cross_entropy == 0 and bias_head is None and log_weights is None)
     empty = hidden.new_zeros(0)
     total, ce_rows, l1_rows, agrees = _ChunkedVocabLoss.apply(
         hidden,
         empty if bias_input is None else bias_input,
         empty if bias_head is None else bias_head,
+        empty if draft_head is None else draft_head.weight,
         teacher,
         head,
-        labels,
-        weights,
-        log_weights,
-        (cross_entropy, l1, softcap),
+        _Constants(labels, weights, log_weights, None if draft_head is None else draft_head.ids, softcap, terms),
     )
     return VocabLoss(total, ce_rows, l1_rows, agrees)
 
 
+@dataclass(frozen=True)
+class _Constants:
+    """What rows and columns mean, and the options; nothing here has a gradient."""
+
+    labels: Tensor | None  # [R]
+    weights: Tensor  # [R]
+    log_weights: Tensor | None  # [V]
+    draft_ids: Tensor | None  # [W]
+    softcap: float | None
+    terms: LossWeights
+
+
 class _ChunkedVocabLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, bias_input, bias_head, teacher, head, labels, weights, log_weights, options):
-        ce_weight, l1_weight, softcap = options
-        rows, has_bias = hidden.shape[0], bias_head.numel() > 0
-        needs = ctx.needs_input_grad[0] or (has_bias and any(ctx.needs_input_grad[1:3]))
+    def forward(ctx, hidden, bias_input, bias_head, draft_weight, teacher, head, constants: _Constants):
+        leaves = (hidden, bias_input, bias_head, draft_weight)
+        wanted = ctx.needs_input_grad[:4]
+        needs = any(wanted)
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        grads = [torch.zeros_like(x, dtype=wide) if needs else None for x in (hidden, bias_input, bias_head)]
-        ce_rows, l1_rows = (hidden.new_zeros(rows, dtype=wide) for _ in range(2))
-        agrees = torch.zeros(rows, dtype=torch.bool, device=hidden.device)
+        grads = [torch.zeros_like(x, dtype=wide) if want else None for x, want in zip(leaves, wanted, strict=True)]
+        ce_rows, l1_rows = (hidden.new_zeros(len(hidden), dtype=wide) for _ in range(2))
+        agrees = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
+        total = hidden.new_zeros((), dtype=wide)
+        own_head = draft_weight if draft_weight.numel() else head
         step = max(1, CHUNK_BYTES // (4 * head.shape[0]))
-        for start in range(0, rows, step):
+        for start in range(0, len(hidden), step):
             part = slice(start, start + step)
-            logits, cap_slope = _logits(hidden[part], head, softcap, keep_slope=needs)
-            if has_bias:
+            logits, cap_slope = _logits(hidden[part], own_head, constants.softcap, keep_slope=needs)
+            if bias_head.numel():
                 logits += (bias_input[part] @ bias_head.T).to(wide)
-            target_logits, _ = _logits(teacher[part], head, softcap, keep_slope=False)
-            agrees[part] = logits.argmax(-1) == target_logits.argmax(-1)
-            if log_weights is not None:
-                logits += log_weights
-                target_logits += log_weights
-            target_probs = torch.softmax(target_logits, dim=-1)
-            label = labels[part, None]
-            log_norm = logits.logsumexp(-1, keepdim=True)
-            ce_rows[part] = (log_norm - logits.gather(1, label)).squeeze(1)
-            probs = logits.sub_(log_norm).exp_()
-            difference = torch.sub(probs, target_probs, out=target_probs)
-            l1_rows[part] = difference.abs().sum(-1)
+            target_logits, _ = _logits(teacher[part], head, constants.softcap, keep_slope=False)
+            chunk = _compare(logits, target_logits, part, constants)
+            agrees[part], ce_rows[part], l1_rows[part] = chunk.agrees, chunk.cross_entropy, chunk.l1
+            total += (chunk.weights * chunk.loss).sum()
             if needs:
-                grad = _logit_gradient(probs, difference, label, weights[part], ce_weight, l1_weight)
-                _accumulate(grads, part, grad, cap_slope, head, bias_input, bias_head, has_bias)
-        total = (weights * (ce_weight * ce_rows + l1_weight * l1_rows)).sum()
+                _accumulate(grads, part, _logit_gradient(chunk, constants.terms), cap_slope, own_head, leaves)
         if needs:
-            inputs = (hidden, bias_input, bias_head)
-            ctx.save_for_backward(*(g.to(x.dtype) for g, x in zip(grads, inputs, strict=True) if g is not None))
+            ctx.save_for_backward(*(None if g is None else g.to(x.dtype) for g, x in zip(grads, leaves, strict=True)))
         ctx.mark_non_differentiable(ce_rows, l1_rows, agrees)
         return total, ce_rows, l1_rows, agrees
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, bias_input, bias_head = ctx.saved_tensors  # type: ignore[attr-defined]
-        scale = grad_outputs[0]
-        with_bias = bias_head.numel() > 0
-        return (
-            scale.to(hidden.dtype) * hidden,
-            scale.to(hidden.dtype) * bias_input if with_bias else None,
-            scale.to(hidden.dtype) * bias_head if with_bias else None,
-            *[None] * 6,
-        )
+        saved = ctx.saved_tensors  # type: ignore[attr-defined]
+        return (*(None if grad is None else grad_outputs[0].to(grad.dtype) * grad for grad in saved), None, None, None)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Some rows of draft and target over the draft's W columns (all V where it has no head of its own)."""
+
+    probs: Tensor  # [r, W]
+    difference: Tensor  # [r, W] probs - target_probs
+    target_probs: Tensor  # [r, W]; overwritten by `difference` unless a soft cross-entropy needs it
+    reach: Tensor  # [r, 1] target mass on these columns
+    label: Tensor | None  # [r, 1]
+    weights: Tensor  # [r]
+    agrees: Tensor  # [r]
+    cross_entropy: Tensor  # [r]
+    l1: Tensor  # [r]
+    loss: Tensor  # [r]
+
+
+def _compare(logits: Tensor, target_logits: Tensor, part: slice, constants: _Constants) -> _Chunk:
+    """Both distributions and the loss of each row; `logits` and `target_logits` are used up."""
+    terms, draft_ids, weights = constants.terms, constants.draft_ids, constants.weights[part]
+    top, target_top = logits.argmax(-1), target_logits.argmax(-1)
+    if constants.log_weights is not None:
+        logits += constants.log_weights
+        target_logits += constants.log_weights
+    target_probs = torch.softmax(target_logits, dim=-1)
+    reach = target_probs.new_ones(len(target_probs), 1)
+    if draft_ids is not None:
+        top, weights = draft_ids[top], weights * torch.isin(target_top, draft_ids)
+        target_probs = target_probs[:, draft_ids]
+        reach = target_probs.sum(-1, keepdim=True)
+    label = None if constants.labels is None else constants.labels[part, None]
+    log_norm = logits.logsumexp(-1, keepdim=True)
+    hard = soft = log_norm.new_zeros(len(logits))
+    if label is not None:
+        hard = (log_norm - logits.gather(1, label)).squeeze(1)
+    if terms.soft_cross_entropy:
+        soft = (log_norm - torch.einsum("rw,rw->r", target_probs, logits)[:, None] / reach).squeeze(1)
+    probs = logits.sub_(log_norm).exp_()
+    difference = torch.sub(probs, target_probs, out=None if terms.soft_cross_entropy else target_probs)
+    l1 = torch.linalg.vector_norm(difference, ord=1, dim=-1) + (1 - reach.squeeze(1))
+    return _Chunk(
+        probs=probs,
+        difference=difference,
+        target_probs=target_probs,
+        reach=reach,
+        label=label,
+        weights=weights,
+        agrees=top == target_top,
+        cross_entropy=soft if terms.soft_cross_entropy else hard,
+        l1=l1,
+        loss=terms.cross_entropy * hard + terms.soft_cross_entropy * soft + terms.l1 * l1,
+    )
 
 
 def _logits(x: Tensor, head: Tensor, softcap: float | None, *, keep_slope: bool) -> tuple[Tensor, Tensor | None]:
@@ -120,30 +193,40 @@ def _logits(x: Tensor, head: Tensor, softcap: float | None, *, keep_slope: bool)
     return softcap * squashed, slope
 
 
-def _logit_gradient(
-    probs: Tensor, difference: Tensor, label: Tensor, weights: Tensor, ce_weight: float, l1_weight: float
-) -> Tensor:
-    """d(weighted loss)/d logits [r, V], written over its inputs.
+def _logit_gradient(chunk: _Chunk, terms: LossWeights) -> Tensor:
+    """d(weighted loss)/d logits [r, W], written over the chunk's buffers.
 
-    Cross-entropy: probs - onehot. L1: probs * (sign - sum(probs * sign)) with sign = sign(draft - target).
+    Cross-entropy: probs - onehot, or probs - target. L1: probs * (sign - sum(probs * sign)), sign of draft - target.
     """
-    sign = difference.sign_()
-    mean_sign = torch.einsum("rv,rv->r", probs, sign)[:, None]
-    factor = sign.sub_(mean_sign).mul_(l1_weight).add_(ce_weight)
-    grad = probs.mul_(factor)
-    grad.scatter_add_(1, label, grad.new_full(label.shape, -ce_weight))
-    return grad.mul_(weights[:, None])
+    probs, factor = chunk.probs, terms.cross_entropy + terms.soft_cross_entropy
+    if terms.l1:
+        sign = chunk.difference.sign_()
+        mean_sign = torch.einsum("rw,rw->r", probs, sign)[:, None]
+        grad = probs.mul_(sign.sub_(mean_sign).mul_(terms.l1).add_(factor))
+    else:
+        grad = probs.mul_(factor)
+    if terms.soft_cross_entropy:
+        grad -= chunk.target_probs.mul_(terms.soft_cross_entropy / chunk.reach)
+    if terms.cross_entropy:
+        assert chunk.label is not None
+        grad.scatter_add_(1, chunk.label, grad.new_full(chunk.label.shape, -terms.cross_entropy))
+    return grad.mul_(chunk.weights[:, None])
 
 
-def _accumulate(grads, part, grad, cap_slope, head, bias_input, bias_head, has_bias) -> None:
-    """Push one chunk's logit gradient [r, V] through the head and the bias head."""
-    typed = grad.to(head.dtype)
-    if has_bias:
+def _accumulate(grads, part, grad, cap_slope, own_head, leaves) -> None:
+    """Push one chunk's logit gradient [r, W] through the draft's head and the bias head."""
+    hidden, bias_input, bias_head, _ = leaves
+    typed = grad.to(own_head.dtype)
+    if grads[1] is not None:
         grads[1][part] = (typed @ bias_head).to(grad.dtype)
+    if grads[2] is not None:
         grads[2] += (typed.T @ bias_input[part]).to(grad.dtype)
     if cap_slope is not None:
-        typed = (grad * cap_slope).to(head.dtype)
-    grads[0][part] = (typed @ head).to(grad.dtype)
+        typed = (grad * cap_slope).to(own_head.dtype)
+    if grads[0] is not None:
+        grads[0][part] = (typed @ own_head).to(grad.dtype)
+    if grads[3] is not None:
+        grads[3] += (typed.T @ hidden[part]).to(grad.dtype)
 
 
 @dataclass(frozen=True)
@@ -177,10 +260,21 @@ def sample_vocabulary(sure: Tensor, vocab_size: int, num_drawn: int, generator: 
     return SampledVocabulary(ids, log_weights[order])
 
 
-def position_decay(num_slots: int, decay: float | None, device: torch.device) -> Tensor:
-    """Static slot weights exp(-k / decay) [K]; None = no decay (DFlash section 3, decay 4 for 7 draft tokens)."""
+def batch_vocabulary(batch: DraftBatch, vocab_size: int, num_drawn: int) -> SampledVocabulary:
+    """The batch's own tokens for sure and `num_drawn` others, seeded by the batch: a resumed run draws the same."""
+    generator = torch.Generator().manual_seed(int(batch.anchors.sum() * 1_000_003 + batch.input_ids.sum()))
+    return sample_vocabulary(batch.input_ids, vocab_size, num_drawn, generator)
+
+
+def position_decay(num_slots: int, decay: float, device: torch.device) -> Tensor:
+    """Static slot weights exp(-k / decay) [K] (DFlash section 3); decay 0 stands for none, all slots weigh 1."""
     slots = torch.arange(num_slots, device=device, dtype=torch.float32)
-    return torch.ones_like(slots) if decay is None else torch.exp(-slots / decay)
+    return torch.exp(-slots / decay) if decay else torch.ones_like(slots)
+
+
+def published_decay(num_draft_tokens: int) -> float:
+    """DFlash's decay for blocks of K drafts: 4, 5 and 7 are published for 7, 9 and 15, here joined by a line."""
+    return 1 + 3 * (num_draft_tokens + 1) / 8
 
 
 def sum_of(values: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:

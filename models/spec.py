@@ -83,3 +83,10 @@ def rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
     if "rope_theta" not in parameters:
         parameters = {"rope_type": "default", "rope_theta": values.get("rope_theta", 10000.0), **parameters}
     return dict(parameters)
+
+
+def spread_layer_ids(num_layers: int, count: int) -> tuple[int, ...]:
+    """`count` layers spread evenly from the second to the third-to-last (DFlash section 3); one is the middle one."""
+    if count == 1:
+        return (num_layers // 2,)
+    return tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))

@@ -19,7 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 
 from models.cache import KVCache
 from models.files import sha256_file, sha256_text
-from models.spec import TargetSpec
+from models.spec import TargetSpec, spread_layer_ids
 
 
 @dataclass(frozen=True)
@@ -246,22 +246,14 @@ def feature_layer_ids(config: TargetConfig, spec: TargetSpec) -> tuple[int, ...]
     """The config's layer ids, or five from the second to the third-to-last layer (DFlash paper, section 3)."""
     if config.layer_ids is not None:
         return tuple(config.layer_ids)
-    count = min(5, max(1, spec.num_layers - 4))
-    if count == 1:
-        return (spec.num_layers // 2,)
-    return tuple(round(1 + i * (spec.num_layers - 4) / (count - 1)) for i in range(count))
+    return spread_layer_ids(spec.num_layers, min(5, max(1, spec.num_layers - 4)))
 
 
-def choose_mask_token(config: TargetConfig, spec: TargetSpec, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The config's id, else the first embedding row that no token uses. Raises ValueError where there is none."""
+def choose_mask_token(config: TargetConfig, spec: TargetSpec, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The config's id, else the first embedding row that no token uses, else None (a block drafter refuses that)."""
     if config.mask_token_id is not None:
         return config.mask_token_id
-    if len(tokenizer) < spec.vocab_size:
-        return len(tokenizer)
-    raise ValueError(
-        f"target.mask_token_id=null and all {spec.vocab_size} embedding rows of {config.path} are in use: "
-        "name the id of a reserved token that chats never hold"
-    )
+    return len(tokenizer) if len(tokenizer) < spec.vocab_size else None
 
 
 def target_identity(config: TargetConfig) -> TargetIdentity:

@@ -1,6 +1,5 @@
 """Reads the logits of a training forward out of the call that turns them into a loss, so tests see what is trained."""
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -8,6 +7,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from models import block
 from models.base import DraftBatch, DraftLoss
 from models.block import BlockDrafter
 
@@ -26,11 +26,10 @@ class TrainingLogits:
 
 def training_logits(drafter: BlockDrafter, batch: DraftBatch) -> TrainingLogits:
     """Run `drafter(batch)` once and rebuild its logits densely from the arguments of `vocab_loss`."""
-    module = sys.modules[type(drafter).__module__]
     confidences: list[Tensor] = []
     head = getattr(drafter, "confidence_head", None)
     handle = None if head is None else head.register_forward_hook(lambda _m, _i, output: confidences.append(output))
-    with mock.patch.object(module, "vocab_loss", wraps=module.vocab_loss) as spy:
+    with mock.patch.object(block, "vocab_loss", wraps=block.vocab_loss) as spy:
         loss = drafter(batch)
     if handle is not None:
         handle.remove()

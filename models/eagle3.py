@@ -1,0 +1,406 @@
+"""EAGLE-3 (arXiv 2503.01840): one decoder layer that drafts token by token, trained on its own outputs.
+
+Unusual: every input is a pair (embedding of the next token, hidden state); the first hidden state of a chain is the
+fusion of several target layers, every later one the layer's own output. Training unrolls that chain from every position
+at once (training-time test): step s of the chain at position t sees the target's features up to t and its own steps up
+to s, and gradients flow through all of it.
+
+Two differences from the reference (DeepSpec), which trains neither right: the loss mask is aligned with the label (step
+s at t predicts token t + 2 + s and counts where that token is supervised; the reference tests token t + s, so the first
+two answer tokens are never trained and two tokens past a turn are), and each step is divided by its own number of
+supervised positions (the reference divides by padded batch size times length).
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.base import DraftBatch, Drafter, DraftLoss, Proposal, Serving, check_layer_ids
+from models.cache import KVCache
+from models.config import to_dataclass
+from models.layers import DraftAttention, GatedMLP, RMSNorm, Rotary, attend_blocks
+from models.losses import DraftHead, LossWeights, VocabLoss, batch_vocabulary, vocab_loss
+from models.masks import cache_mask, context_mask
+from models.sampling import Purpose, Sampler
+from models.spec import TargetSpec
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """Options of EAGLE-3; conf/model/eagle3.yaml lists every value with a remark."""
+
+    num_draft_tokens: int
+    num_fused_layers: int | None
+    step_decay: float
+    qk_norm: bool
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+    draft_vocab_size: int | None
+    own_head: bool
+    sampled_vocabulary: int | None
+
+    def build(self, spec: TargetSpec, *, target_layer_ids: tuple[int, ...], mask_token_id: int | None) -> "Eagle3":  # noqa: ARG002
+        return Eagle3(self, spec, target_layer_ids=fused_layers(target_layer_ids, self.num_fused_layers))
+
+
+@dataclass
+class Eagle3State:
+    """The pair at position p is (features of p, token p + 1); the newest position still lacks its token."""
+
+    cache: KVCache  # keys and values of whole pairs, all with the target's features
+    hidden: Tensor  # [B, D] fused features of the newest position
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.cache.lengths + 1
+
+    def select(self, rows: Tensor) -> None:
+        self.cache.select(rows)
+        self.hidden = self.hidden[rows]
+
+
+@dataclass(frozen=True)
+class Chains:
+    """The positions [B, N] from which a chain has any supervised step, -1 = unused, and those steps."""
+
+    starts: Tensor  # [B, N] int64
+    supervised: Tensor  # [B, N, K] bool
+
+
+class Eagle3(Drafter):
+    """Autoregressive drafter: a chain of pairs through one layer."""
+
+    d2t: Tensor  # [W] int64 with a draft vocabulary: target token minus draft token, as published checkpoints keep it
+    t2d: Tensor  # [V] bool with a draft vocabulary: the target tokens in it
+
+    def __init__(self, config: Eagle3Config, spec: TargetSpec, *, target_layer_ids: tuple[int, ...]) -> None:
+        super().__init__()
+        check_options(config, spec)
+        check_layer_ids(target_layer_ids, spec)
+        self.config, self.spec, self.target_layer_ids = config, spec, target_layer_ids
+        self.num_draft_tokens, self.draft_vocab_size = config.num_draft_tokens, config.draft_vocab_size
+        size, num_fused = spec.hidden_size, len(target_layer_ids)
+        self.input_norm = RMSNorm(num_fused * size, spec.rms_norm_eps) if config.norm_before_fc else None
+        norms = [RMSNorm(size, spec.rms_norm_eps) for _ in target_layer_ids] if config.fc_norm else []
+        self.fc_norm = nn.ModuleList(norms)
+        self.fc = nn.Linear(num_fused * size, size, bias=False)
+        self.layers = nn.ModuleList([Eagle3Layer(config, spec)])
+        self.norm = RMSNorm(size, spec.rms_norm_eps)
+        self.rotary = Rotary(spec)
+        width = config.draft_vocab_size or spec.vocab_size
+        self.lm_head = nn.Linear(size, width, bias=False) if config.own_head else None
+        if config.draft_vocab_size is not None:
+            # Invalid until a vocabulary is chosen or loaded: `check_weights` refuses them.
+            self.register_buffer("d2t", torch.full((width,), -1))
+            self.register_buffer("t2d", torch.zeros(spec.vocab_size, dtype=torch.bool))
+        self.apply(self.init_weights)
+
+    @property
+    def layer(self) -> "Eagle3Layer":
+        layer = self.layers[0]
+        assert isinstance(layer, Eagle3Layer)
+        return layer
+
+    # ---- draft vocabulary and head
+
+    @property
+    def draft_ids(self) -> Tensor | None:
+        """Target token [W] of each draft token; None where they are the same."""
+        if self.draft_vocab_size is None:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def use_draft_vocabulary(self, token_ids: Tensor) -> None:
+        if self.draft_vocab_size is None or len(token_ids) != self.draft_vocab_size:
+            raise ValueError(f"model.draft_vocab_size={self.draft_vocab_size}, got a vocabulary of {len(token_ids)}")
+        self.d2t.copy_(token_ids - torch.arange(len(token_ids), device=token_ids.device))
+        self.t2d.zero_()[token_ids] = True
+        self.check_weights()
+
+    def check_weights(self) -> None:
+        ids = self.draft_ids
+        if ids is None:
+            return
+        if int(ids.min()) < 0 or int(ids.max()) >= self.spec.vocab_size or len(ids.unique()) < len(ids):
+            raise ValueError(
+                f"d2t maps draft tokens to {int(ids.min())}..{int(ids.max())} with "
+                f"{len(ids) - len(ids.unique())} repeats; it must hold offsets to distinct ids of the target's "
+                f"{self.spec.vocab_size} tokens"
+            )
+        if not torch.equal(self.t2d.nonzero().squeeze(1), ids.sort().values):
+            raise ValueError("t2d and d2t name different draft tokens: t2d must be true exactly at index + d2t[index]")
+
+    def copy_from_bound(self) -> None:
+        if self.lm_head is not None:
+            ids = self.draft_ids
+            with torch.no_grad():
+                self.lm_head.weight.copy_(self.head if ids is None else self.head[ids])
+
+    def draft_head(self) -> DraftHead | None:
+        """None where the draft uses the target's head as it is."""
+        ids = self.draft_ids
+        if ids is None and self.lm_head is None:
+            return None
+        if ids is None:
+            ids = torch.arange(self.spec.vocab_size, device=self.head.device)
+        return DraftHead(self.head[ids] if self.lm_head is None else self.lm_head.weight, ids)
+
+    # ---- shared by training and decoding
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """features [..., L*D] -> [..., D]."""
+        x = features.to(self.fc.weight.dtype)
+        if self.input_norm is not None:
+            x = self.input_norm(x)
+        if len(self.fc_norm):
+            parts = x.unflatten(-1, (len(self.fc_norm), -1)).unbind(-2)
+            x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(x)
+
+    def pair_context(self, tokens: Tensor, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H_kv, S, d] of pairs: tokens [B, S] are those after the positions of hidden [B, S, D]."""
+        pairs, _ = self.layer.pair(self.embed(tokens), hidden)
+        return self.layer.self_attn.context(pairs, *self.rotary(position_ids))
+
+    def step(
+        self,
+        tokens: Tensor,  # [B, N] int64 the chain's newest token
+        hidden: Tensor,  # [B, N, D] what predicted it
+        positions: Tensor,  # [B, N] int64 position of `hidden`
+        chain: list[tuple[Tensor, Tensor]],  # keys and values [B, N, H_kv, d] of the chain's earlier steps; extended
+        context: tuple[Tensor, Tensor],  # each [B, H_kv, S, d]
+        mask: Tensor,  # [B, N, 1, S] bool
+    ) -> Tensor:
+        """One step of N chains a row -> the layer's output [B, N, D] before the final norm."""
+        pairs, residual = self.layer.pair(self.embed(tokens), hidden)
+        rotary = self.rotary(positions)
+        chain.append(self.layer.self_attn.keys_values(pairs, *rotary))
+        keys, values = (torch.stack(parts, dim=2) for parts in zip(*chain, strict=True))  # [B, N, M, H_kv, d]
+        queries = self.layer.self_attn.queries(pairs, *rotary)
+        mixed = attend_blocks(queries[:, :, None], (keys, values), context, mask)
+        return self.layer.finish(residual, mixed.flatten(2))
+
+    # ---- training
+
+    def forward(self, batch: DraftBatch) -> DraftLoss:
+        fused = self.fuse(batch.features)
+        next_tokens = F.pad(batch.input_ids[:, 1:], (0, 1))
+        context = self.pair_context(next_tokens, fused, batch.position_ids)
+        chains = find_chains(batch, self.num_draft_tokens)
+        starts = chains.starts.clamp(min=0)
+        mask = context_mask(chains.starts, batch.document_ids)
+        hidden = fused.gather(1, starts[..., None].expand(-1, -1, fused.shape[-1]))
+        positions = batch.position_ids.gather(1, starts)
+        columns = None
+        if self.config.sampled_vocabulary is not None:
+            columns = batch_vocabulary(batch, self.spec.vocab_size, self.config.sampled_vocabulary)
+        head = self.head if columns is None else self.head[columns.ids]
+        draft_head = self.draft_head()
+        steps: list[VocabLoss] = []
+        chain: list[tuple[Tensor, Tensor]] = []
+        for step in range(self.num_draft_tokens):
+            ids = (starts + 1 + step).clamp(max=batch.input_ids.shape[1] - 1)  # of the token that this step consumes
+            hidden = self.step(batch.input_ids.gather(1, ids), hidden, positions + step, chain, context, mask)
+            normed = self.norm(hidden)
+            rows = chains.supervised[..., step]
+            teacher_rows = batch.last_hidden_ids.gather(1, ids)[rows]
+            assert bool((teacher_rows >= 0).all()), "a supervised token has no stored last hidden state"
+            states = normed[rows]
+            steps.append(
+                vocab_loss(
+                    states,
+                    batch.last_hidden[teacher_rows].to(states.dtype),
+                    head=head,
+                    weights=states.new_ones(len(states)),
+                    terms=LossWeights(soft_cross_entropy=1.0),
+                    draft_head=draft_head,
+                    softcap=self.spec.logit_softcap,
+                    log_weights=None if columns is None else columns.log_weights,
+                )
+            )
+            if self.config.norm_output:
+                hidden = normed
+        numerators = {f"step_{s}": self.config.step_decay**s * loss.total for s, loss in enumerate(steps)}
+        return DraftLoss(numerators, step_metrics(steps))
+
+    def denominators(self, batch: DraftBatch) -> dict[str, Tensor]:
+        """Supervised positions of each step; the step weight stands in the numerators only."""
+        counts = find_chains(batch, self.num_draft_tokens).supervised.double().sum((0, 1))
+        return {f"step_{s}": count for s, count in enumerate(counts)}
+
+    # ---- decoding
+
+    def start(self, tokens: Tensor, features: Tensor, counts: Tensor, capacity: int) -> Eagle3State:
+        batch, fused = tokens.shape[0], self.fuse(features)
+        cache = KVCache(1, batch, capacity, tokens.device)
+        positions = cache.begin(tokens.shape[1] - 1)
+        cache.write(0, *self.pair_context(tokens[:, 1:], fused[:, :-1], positions))
+        cache.advance(counts - 1)
+        return Eagle3State(cache, fused[torch.arange(batch, device=tokens.device), counts - 1])
+
+    def advance(self, state: Eagle3State, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+        """Whatever the chain had in place of features is forgotten: every cached pair is made of the target's."""
+        fused = self.fuse(features)
+        positions = state.cache.begin(tokens.shape[1])
+        hidden = torch.cat((state.hidden[:, None], fused[:, :-1]), dim=1)
+        state.cache.write(0, *self.pair_context(tokens, hidden, positions))
+        state.cache.advance(counts)
+        state.hidden = fused[torch.arange(len(counts), device=counts.device), counts - 1]
+
+    def propose(self, state: Eagle3State, last: Tensor, sampler: Sampler, num_draft_tokens: int) -> Proposal:
+        """A chain; behind a drawn stop token nothing is proposed."""
+        context = state.cache.read(0)
+        mask = cache_mask(state.cache.lengths, context[0].shape[2])
+        own, hidden, token = self.draft_head(), state.hidden[:, None], last
+        head = self.head if own is None else own.weight
+        tokens, probs = [], []
+        chain: list[tuple[Tensor, Tensor]] = []
+        for slot in range(num_draft_tokens):
+            positions = (state.cache.lengths + slot)[:, None]
+            hidden = self.step(token[:, None], hidden, positions, chain, context, mask)
+            normed = self.norm(hidden)
+            probs.append(sampler.probs(self.capped(normed[:, 0] @ head.T)))
+            token = sampler.draw(probs[-1], state.lengths + 1 + slot, Purpose.draft)
+            token = token if own is None else own.ids[token]
+            tokens.append(token)
+            hidden = normed if self.config.norm_output else hidden
+        drafted = torch.stack(tokens, dim=1)
+        stops = torch.tensor(self.spec.eos_token_ids, device=last.device)
+        before_stop = (~torch.isin(drafted, stops)).long().cumprod(1).sum(1)
+        return Proposal(
+            tokens=drafted,
+            probs=torch.stack(probs, dim=1),
+            lengths=(before_stop + 1).clamp(max=num_draft_tokens),
+            candidate_ids=None if own is None else own.ids.expand(*drafted.shape, -1),
+        )
+
+    # ---- checkpoints
+
+    def native_config(self) -> dict[str, Any]:
+        return {**asdict(self.config), "slot_layout": None, "target_layer_ids": list(self.target_layer_ids)}
+
+    @classmethod
+    def from_native(cls, config: Mapping[str, Any], spec: TargetSpec) -> "Eagle3":
+        own = {key: value for key, value in config.items() if key not in ("target_layer_ids", "slot_layout")}
+        typed = to_dataclass(Eagle3Config, own, section="of the checkpoint")
+        return cls(typed, spec, target_layer_ids=tuple(config["target_layer_ids"]))
+
+    def serving(self, engine: str) -> Serving:
+        """DeepSpec's layout, for drafters of the reference's shape."""
+        if engine != "deepspec":
+            raise ValueError(f"engine={engine} cannot be written for EAGLE-3; choose engine=deepspec")
+        config = self.config
+        plain = not (config.norm_before_residual or config.norm_before_fc or config.fc_norm or config.norm_output)
+        if not (plain and config.qk_norm and self.draft_head() is None and len(self.target_layer_ids) == 5):
+            raise ValueError(
+                "the deepspec format takes only the reference's EAGLE-3: five fused layers, qk_norm=true, no other "
+                "norm, the target's own head and vocabulary"
+            )
+        fields = {
+            "architectures": ["Qwen3Eagle3Model"],
+            "draft_num_hidden_layers": 1,
+            "layer_types": ["full_attention"],
+            "num_hidden_layers": 1,
+            "step_loss_decay": config.step_decay,
+            "target_layer_ids": list(self.target_layer_ids),
+            "ttt_length": self.num_draft_tokens,
+        }
+        return Serving(config=fields, renames={}, with_embedding=True)
+
+
+class Eagle3Layer(nn.Module):
+    """Decoder layer over pairs; the residual stream is the hidden half only."""
+
+    def __init__(self, config: Eagle3Config, spec: TargetSpec) -> None:
+        super().__init__()
+        self.norm_before_residual = config.norm_before_residual
+        self.self_attn = DraftAttention(spec, input_size=2 * spec.hidden_size, qk_norm=config.qk_norm)
+        self.mlp = GatedMLP(spec)
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+
+    def pair(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """embedded and hidden [..., D] -> attention's input [..., 2D], embedding first, and the residual [..., D]."""
+        normed = self.hidden_norm(hidden)
+        pair = torch.cat((self.input_layernorm(embedded.to(hidden.dtype)), normed), dim=-1)
+        return pair, normed if self.norm_before_residual else hidden
+
+    def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
+        """residual [..., D], mixed heads [..., H*d] -> [..., D]."""
+        x = residual + self.self_attn.o_proj(mixed)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def find_chains(batch: DraftBatch, num_steps: int) -> Chains:
+    """Step s of the chain at t predicts token t + 2 + s, and is supervised where that token is, in t's document."""
+    length, device = batch.input_ids.shape[1], batch.input_ids.device
+    labels = torch.arange(length, device=device)[:, None] + 2 + torch.arange(num_steps, device=device)  # [S, K]
+    inside = labels < length
+    places = labels.clamp(max=length - 1).flatten()
+    shape = (len(batch.input_ids), length, num_steps)
+    documents = batch.document_ids[:, places].view(shape)
+    supervised = batch.loss_mask[:, places].view(shape) & inside & (documents == batch.document_ids[..., None])
+    used = supervised.any(-1)  # [B, S]
+    num_chains = int(used.sum(1).max())
+    # A stable sort brings the used positions of each row to the front, in order.
+    starts = (~used).long().argsort(dim=1, stable=True)[:, :num_chains]
+    unused = ~used.gather(1, starts)
+    supervised = supervised.gather(1, starts[..., None].expand(-1, -1, num_steps))
+    return Chains(starts.masked_fill(unused, -1), supervised)
+
+
+def step_metrics(steps: list[VocabLoss]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Per step, [K] each: soft cross-entropy in nats, accept rate and top-1 agreement, all teacher-forced."""
+    counts = torch.stack([torch.tensor(len(loss.l1), dtype=torch.float64, device=loss.l1.device) for loss in steps])
+
+    def per_step(values: list[Tensor]) -> tuple[Tensor, Tensor]:
+        return torch.stack([value.detach().double().sum() for value in values]), counts
+
+    return {
+        "cross_entropy": per_step([loss.cross_entropy for loss in steps]),
+        "accept_rate": per_step([loss.accept_rate for loss in steps]),
+        "top1_agreement": per_step([loss.top1_agrees for loss in steps]),
+    }
+
+
+def fused_layers(layer_ids: tuple[int, ...], count: int | None) -> tuple[int, ...]:
+    """`count` of the target's feature layers, spread from the first to the last of them; None = all."""
+    if count is None or count == len(layer_ids):
+        return layer_ids
+    if not 1 <= count < len(layer_ids):
+        raise ValueError(
+            f"model.num_fused_layers must be null or 1..{len(layer_ids)} of the target's {list(layer_ids)}, got {count}"
+        )
+    if count == 1:
+        return (layer_ids[len(layer_ids) // 2],)
+    return tuple(layer_ids[round(i * (len(layer_ids) - 1) / (count - 1))] for i in range(count))
+
+
+def check_options(config: Eagle3Config, spec: TargetSpec) -> None:
+    """Raises ValueError naming the option, its value and its limits."""
+    if config.num_draft_tokens < 1:
+        raise ValueError(f"model.num_draft_tokens must be at least 1, got {config.num_draft_tokens}")
+    if not 0 < config.step_decay <= 1:
+        raise ValueError(f"model.step_decay must be in (0, 1], got {config.step_decay}")
+    if config.norm_before_fc and config.fc_norm:
+        raise ValueError("model.norm_before_fc=true and model.fc_norm=true exclude each other: choose one")
+    size = config.draft_vocab_size
+    if size is not None and not len(spec.eos_token_ids) < size <= spec.vocab_size:
+        raise ValueError(
+            f"model.draft_vocab_size must be null or more than the {len(spec.eos_token_ids)} stop tokens and at most "
+            f"the target's {spec.vocab_size}, got {size}"
+        )
+    if config.sampled_vocabulary is not None and (config.own_head or size is not None):
+        raise ValueError(
+            f"model.sampled_vocabulary={config.sampled_vocabulary} samples the target's head: it needs "
+            "model.own_head=false and model.draft_vocab_size=null"
+        )
+    if config.sampled_vocabulary is not None and config.sampled_vocabulary < 1:
+        raise ValueError(f"model.sampled_vocabulary must be positive or null (exact), got {config.sampled_vocabulary}")

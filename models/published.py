@@ -1,0 +1,234 @@
+"""Checkpoints of other projects, told apart by the architecture that their config.json names.
+
+DeepSpec: Qwen3DSparkModel (DSpark; with both heads off what it calls DFlash) and Qwen3Eagle3Model, with copies of the
+target's embedding and head inside. z-lab: DFlashDraftModel, neither inside. Classic EAGLE-3 (SafeAILab, SpecForge):
+LlamaForCausalLMEagle3, one `midlayer`, a head of its own.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from models.base import Drafter, SlotLayout
+from models.block import BlockConfig
+from models.dflash import DFlash, DFlashConfig
+from models.dspark import DSpark, DSparkConfig, MarkovHeadType
+from models.eagle3 import Eagle3, Eagle3Config
+from models.spec import TargetSpec, spread_layer_ids
+
+# Sizes that transformers would fill with some model's values if they were absent; the second line a Qwen3's only.
+SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps")
+QWEN3_SIZES = ("num_key_value_heads", "head_dim", "hidden_act")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A drafter built from a public checkpoint, its tensors under our names, and the matrices that came with it."""
+
+    drafter: Drafter
+    tensors: dict[str, Tensor]
+    embedding: Tensor | None = None  # [V, D]
+    head: Tensor | None = None  # [V, D] the target's
+
+
+def read_published(config: Mapping[str, Any], tensors: dict[str, Tensor], target: TargetSpec | None) -> Published:
+    """Build the drafter of a public config. `target` fills in its number of layers where the config is silent.
+
+    Raises ValueError on an unknown architecture, a missing field, and what this project cannot run.
+    """
+    architecture = known_architecture(config)
+    if architecture is None:
+        raise ValueError(
+            f"neither format_version (ours) nor a known architecture ({', '.join(READERS)}); "
+            f"got architectures={config.get('architectures')}"
+        )
+    try:
+        return READERS[architecture](config, tensors, _spec(config, target))
+    except KeyError as error:
+        raise ValueError(f"missing {error}") from error
+
+
+def known_architecture(config: Mapping[str, Any]) -> str | None:
+    return next((name for name in config.get("architectures") or [] if name in READERS), None)
+
+
+def _spec(config: Mapping[str, Any], target: TargetSpec | None) -> TargetSpec:
+    """The sizes of the drafter's own layers, which the config gives as those of a target."""
+    is_qwen3 = config.get("model_type") == "qwen3"
+    if missing := [field for field in SIZES + (QWEN3_SIZES if is_qwen3 else ()) if field not in config]:
+        raise ValueError(f"missing {', '.join(missing)}")
+    if is_qwen3 and "rope_parameters" not in config and "rope_theta" not in config:
+        raise ValueError("missing rope_parameters")
+    num_layers = config.get("num_target_layers") or (target.num_layers if target else None)
+    if num_layers is None:
+        raise ValueError("missing num_target_layers (the number of layers of the target)")
+    if config.get("target_hidden_size", config["hidden_size"]) not in (None, config["hidden_size"]):
+        raise ValueError(
+            f"target_hidden_size={config['target_hidden_size']}, the drafter's hidden_size={config['hidden_size']}: "
+            "another width than the target's is not supported"
+        )
+    own = {**config, "num_hidden_layers": num_layers, "layer_types": None}
+    return TargetSpec.from_config(AutoConfig.for_model(**own))
+
+
+def _with_frozen_copies(drafter: Drafter, tensors: dict[str, Tensor]) -> Published:
+    rest = dict(tensors)
+    embedding, head = rest.pop("embed_tokens.weight", None), rest.pop("lm_head.weight", None)
+    if embedding is None or head is None:
+        raise ValueError("a DeepSpec checkpoint holds embed_tokens.weight and lm_head.weight")
+    return Published(drafter, rest, embedding, head)
+
+
+# ---- block drafters
+
+
+def _read_dspark(config: Mapping[str, Any], tensors: dict[str, Tensor], spec: TargetSpec) -> Published:
+    in_place = not config.get("sample_from_anchor", True)
+    rank, confidence = config["markov_rank"], config["enable_confidence_head"]
+    options = _block_options(config, in_place=in_place)
+    places = {"target_layer_ids": tuple(config["target_layer_ids"]), "mask_token_id": config["mask_token_id"]}
+    if not rank and not confidence:
+        return _with_frozen_copies(DFlash(DFlashConfig(**options), spec, **places), tensors)
+    options |= {"decay": 4.0, "cross_entropy_weight": 0.1, "l1_weight": 0.9}  # as published; the file is silent
+    own = DSparkConfig(
+        **options,
+        markov_rank=rank,
+        markov_head=MarkovHeadType(config.get("markov_head_type", "vanilla")),
+        confidence=confidence,
+        confidence_with_markov=config.get("confidence_head_with_markov", False) and rank > 0,
+        confidence_weight=1.0,
+    )
+    return _with_frozen_copies(DSpark(own, spec, **places), tensors)
+
+
+def _read_zlab(config: Mapping[str, Any], tensors: dict[str, Tensor], spec: TargetSpec) -> Published:
+    merged = {**config, **(config.get("dflash_config") or {})}
+    if merged.get("sample_from_anchor"):
+        raise ValueError("architecture DFlashDraftModel is in_place, but sample_from_anchor=true says anchor_first")
+    own = DFlashConfig(**_block_options(merged, in_place=True))
+    layer_ids = merged.get("target_layer_ids") or spread_layer_ids(spec.num_layers, own.num_layers)
+    return Published(
+        DFlash(own, spec, target_layer_ids=tuple(layer_ids), mask_token_id=merged["mask_token_id"]), tensors
+    )
+
+
+def _block_options(config: Mapping[str, Any], *, in_place: bool) -> dict[str, Any]:
+    """The fields of `BlockConfig`; loss options, which no file holds, as published for DFlash."""
+    options = BlockConfig(
+        num_layers=config["num_hidden_layers"],
+        num_draft_tokens=config["block_size"] - in_place,
+        slot_layout=SlotLayout.in_place if in_place else SlotLayout.anchor_first,
+        sliding_window=_window(config),
+        decay=None,
+        cross_entropy_weight=1.0,
+        l1_weight=0.0,
+        sampled_vocabulary=None,
+    )
+    return dict(vars(options))
+
+
+def _window(config: Mapping[str, Any]) -> int | None:
+    """The window where all layers have one and look both ways inside a block; None = no window.
+
+    Raises ValueError on what the reference runs otherwise: its sliding layers are causal unless a flag denies it.
+    """
+    kinds = set(config.get("layer_types") or ["full_attention"])
+    if kinds == {"full_attention"}:
+        return None
+    if kinds != {"sliding_attention"}:
+        raise ValueError(f"layer_types mixes {sorted(kinds)}: only drafters whose layers are all alike are supported")
+    if config.get("is_causal", config.get("causal", True)):
+        raise ValueError(
+            "sliding_attention layers without is_causal=false are causal inside a block, which is not supported"
+        )
+    return config["sliding_window"]
+
+
+# ---- EAGLE-3
+
+
+def _read_deepspec_eagle3(config: Mapping[str, Any], tensors: dict[str, Tensor], spec: TargetSpec) -> Published:
+    _need_one_layer(config.get("draft_num_hidden_layers", 1))
+    options = _eagle3_options(
+        config, num_draft_tokens=config["ttt_length"], step_decay=config["step_loss_decay"], qk_norm=True
+    )
+    drafter = Eagle3(options, spec, target_layer_ids=tuple(config["target_layer_ids"]))
+    return _with_frozen_copies(drafter, tensors)
+
+
+def _read_classic_eagle3(config: Mapping[str, Any], tensors: dict[str, Tensor], spec: TargetSpec) -> Published:
+    """`midlayer.` is the one layer; the head covers the draft vocabulary, which d2t (offsets) maps to the target's."""
+    _need_one_layer(config.get("num_hidden_layers", 1))
+    rest = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    embedding = rest.pop("embed_tokens.weight", None)
+    draft_size = config.get("draft_vocab_size") or spec.vocab_size
+    if "d2t" not in rest and draft_size != spec.vocab_size:
+        raise ValueError(f"draft_vocab_size={draft_size} of {spec.vocab_size} tokens, but no tensor d2t says which")
+    if "d2t" in rest and "t2d" not in rest:
+        rest["t2d"] = torch.zeros(spec.vocab_size, dtype=torch.bool)
+        rest["t2d"][rest["d2t"] + torch.arange(len(rest["d2t"]))] = True
+    elif "d2t" not in rest:
+        rest.pop("t2d", None)
+    options = _eagle3_options(
+        config,
+        num_draft_tokens=config.get("ttt_length", 7),
+        qk_norm="layers.0.self_attn.q_norm.weight" in rest,
+        draft_vocab_size=draft_size if "d2t" in rest else None,
+        own_head="lm_head.weight" in rest,
+    )
+    drafter = Eagle3(options, spec, target_layer_ids=_classic_layer_ids(config, spec.num_layers))
+    return Published(drafter, rest, embedding)
+
+
+def _need_one_layer(num_layers: int) -> None:
+    if num_layers != 1:
+        raise ValueError(f"an EAGLE-3 drafter of {num_layers} layers is not supported, only one of 1 layer")
+
+
+def _eagle3_options(config: Mapping[str, Any], **own: Any) -> Eagle3Config:
+    nested = config.get("eagle_config") or {}
+    options: dict[str, Any] = {
+        "num_fused_layers": None,
+        "step_decay": 0.8,
+        "norm_before_residual": config.get("norm_before_residual", False),
+        "norm_before_fc": config.get("norm_before_fc", nested.get("norm_before_fc", False)),
+        "fc_norm": config.get("fc_norm", config.get("use_aux_norm", False)),
+        "norm_output": config.get("norm_output", False),
+        "draft_vocab_size": None,
+        "own_head": False,
+        "sampled_vocabulary": None,
+    }
+    return Eagle3Config(**{**options, **own})
+
+
+def _classic_layer_ids(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Fused layers as ids of outputs.
+
+    `target_layer_ids` means outputs. A top-level `eagle_aux_hidden_state_layer_ids` counts the layers passed (vLLM,
+    speculators, llama.cpp), one more than the output's id. The same name inside `eagle_config` means that in vLLM and
+    outputs in SGLang; only both engines' defaults tell them apart. Without any, the paper's layers are taken.
+    """
+    if "target_layer_ids" in config:
+        return tuple(config["target_layer_ids"])
+    key, outputs = "eagle_aux_hidden_state_layer_ids", (1, num_layers // 2 - 1, num_layers - 4)
+    if config.get(key):
+        return tuple(i - 1 for i in config[key])
+    ids = (config.get("eagle_config") or {}).get(key)
+    if not ids or tuple(ids) in (outputs, tuple(i + 1 for i in outputs)):
+        return outputs
+    raise ValueError(
+        f"eagle_config.{key}={ids} means layers passed to vLLM and layer outputs to SGLang: add target_layer_ids "
+        "(0-based ids of the layers whose output is fused) to config.json"
+    )
+
+
+READERS: dict[str, Callable[[Mapping[str, Any], dict[str, Tensor], TargetSpec], Published]] = {
+    "Qwen3DSparkModel": _read_dspark,
+    "DFlashDraftModel": _read_zlab,
+    "Qwen3Eagle3Model": _read_deepspec_eagle3,
+    "LlamaForCausalLMEagle3": _read_classic_eagle3,
+}

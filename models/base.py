@@ -201,7 +201,8 @@ class Drafter(nn.Module, ABC):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Frozen target embedding [..., D], scaled as the target scales it."""
-        return F.embedding(token_ids, self.embedding) * self.spec.embedding_scale
+        scale = torch.tensor(self.spec.embedding_scale, dtype=self.embedding.dtype)  # Gemma rounds it, too
+        return F.embedding(token_ids, self.embedding) * scale
 
     def capped(self, logits: Tensor) -> Tensor:
         """Float32 logits, soft-capped as the target's."""

@@ -97,7 +97,6 @@ def load_drafter(folder: Path, *, dtype: torch.dtype | None = None, target: Targ
     config = read_json(folder / CONFIG)
     tensors = read_weights(folder / WEIGHTS)
     if "format_version" in config:
-        _check_layout(config, folder)
         read, kind = Published(_from_native(config, folder), tensors), "native"
     else:
         try:
@@ -107,6 +106,8 @@ def load_drafter(folder: Path, *, dtype: torch.dtype | None = None, target: Targ
         kind = str(known_architecture(config))
     drafter = read.drafter
     load_weights(drafter, read.tensors, folder / WEIGHTS)
+    if kind == "native":
+        _check_layout(drafter, folder)
     if dtype is not None:
         drafter.to(dtype)
     if read.embedding is not None and read.head is not None:
@@ -114,14 +115,13 @@ def load_drafter(folder: Path, *, dtype: torch.dtype | None = None, target: Targ
     return LoadedDrafter(drafter.eval(), kind, read.head is not None)
 
 
-def _check_layout(config: Mapping[str, Any], folder: Path) -> None:
-    """Nothing in the weights tells one slot layout from another, so the weights file names its own."""
-    _check_fields(config, ("drafter", "target", "slot_layout", "num_draft_tokens"), folder)
+def _check_layout(drafter: Drafter, folder: Path) -> None:
+    """Shapes do not tell one slot layout from another, so the weights file names the one it was trained in."""
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         trained = (file.metadata() or {}).get("slot_layout")
-    if trained != str(config["slot_layout"]):
+    if trained != str(drafter.slot_layout):
         raise ValueError(
-            f"{folder / CONFIG}: slot_layout={config['slot_layout']}, but {WEIGHTS} was trained with {trained}; "
+            f"{folder / CONFIG}: slot_layout={drafter.slot_layout}, but {WEIGHTS} was trained with {trained}; "
             "served with another layout every draft would be shifted by one token"
         )
 
@@ -133,6 +133,7 @@ def _from_native(config: dict[str, Any], folder: Path) -> Drafter:
             "export it again with the version that wrote it"
         )
     own = {key: value for key, value in config.items() if key not in ("format_version", "drafter", "target")}
+    _check_fields(config, ("drafter", "target", "slot_layout", "num_draft_tokens"), folder)
     _check_fields(config["target"], ("spec",), folder)
     spec = TargetSpec.from_dict(config["target"]["spec"])
     try:
@@ -143,7 +144,7 @@ def _from_native(config: dict[str, Any], folder: Path) -> Drafter:
         raise ValueError(f"{folder / CONFIG}: this version has no drafter {config['drafter']}")
     try:
         return drafter_class.from_native(own, spec)
-    except (KeyError, TypeError) as error:
+    except (KeyError, ValueError) as error:
         raise ValueError(f"{folder / CONFIG}: options do not fit {config['drafter']}: {error}") from error
 
 

@@ -5,10 +5,10 @@ fusion of several target layers, every later one the layer's own output. Trainin
 at once (training-time test): step s of the chain at position t sees the target's features up to t and its own steps up
 to s, and gradients flow through all of it.
 
-Two differences from the reference (DeepSpec), which trains neither right: the loss mask is aligned with the label (step
-s at t predicts token t + 2 + s and counts where that token is supervised; the reference tests token t + s, so the first
-two answer tokens are never trained and two tokens past a turn are), and each step is divided by its own number of
-supervised positions (the reference divides by padded batch size times length).
+Two differences from the reference (DeepSpec), which has neither right: the loss mask is aligned with the label (step s at
+t predicts token t + 2 + s and counts where that token is supervised; the reference tests token t + s, so the first two
+answer tokens are never trained and two past a turn are), and each step is divided by its own number of supervised
+positions (the reference divides by padded batch size times length).
 """
 
 from collections.abc import Mapping
@@ -63,14 +63,6 @@ class Eagle3State:
     def select(self, rows: Tensor) -> None:
         self.cache.select(rows)
         self.hidden = self.hidden[rows]
-
-
-@dataclass(frozen=True)
-class Chains:
-    """The positions [B, N] from which a chain has any supervised step, -1 = unused, and those steps."""
-
-    starts: Tensor  # [B, N] int64
-    supervised: Tensor  # [B, N, K] bool
 
 
 class Eagle3(Drafter):
@@ -192,9 +184,9 @@ class Eagle3(Drafter):
         fused = self.fuse(batch.features)
         next_tokens = F.pad(batch.input_ids[:, 1:], (0, 1))
         context = self.pair_context(next_tokens, fused, batch.position_ids)
-        chains = find_chains(batch, self.num_draft_tokens)
-        starts = chains.starts.clamp(min=0)
-        mask = context_mask(chains.starts, batch.document_ids)
+        chains, supervised = find_chains(batch, self.num_draft_tokens)
+        starts = chains.clamp(min=0)
+        mask = context_mask(chains, batch.document_ids)
         hidden = fused.gather(1, starts[..., None].expand(-1, -1, fused.shape[-1]))
         positions = batch.position_ids.gather(1, starts)
         columns = None
@@ -208,7 +200,7 @@ class Eagle3(Drafter):
             ids = (starts + 1 + step).clamp(max=batch.input_ids.shape[1] - 1)  # of the token that this step consumes
             hidden = self.step(batch.input_ids.gather(1, ids), hidden, positions + step, chain, context, mask)
             normed = self.norm(hidden)
-            rows = chains.supervised[..., step]
+            rows = supervised[..., step]
             teacher_rows = batch.last_hidden_ids.gather(1, ids)[rows]
             assert bool((teacher_rows >= 0).all()), "a supervised token has no stored last hidden state"
             states = normed[rows]
@@ -231,7 +223,7 @@ class Eagle3(Drafter):
 
     def denominators(self, batch: DraftBatch) -> dict[str, Tensor]:
         """Supervised positions of each step; the step weight stands in the numerators only."""
-        counts = find_chains(batch, self.num_draft_tokens).supervised.double().sum((0, 1))
+        counts = find_chains(batch, self.num_draft_tokens)[1].double().sum((0, 1))
         return {f"step_{s}": count for s, count in enumerate(counts)}
 
     # ---- decoding
@@ -338,8 +330,11 @@ class Eagle3Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-def find_chains(batch: DraftBatch, num_steps: int) -> Chains:
-    """Step s of the chain at t predicts token t + 2 + s, and is supervised where that token is, in t's document."""
+def find_chains(batch: DraftBatch, num_steps: int) -> tuple[Tensor, Tensor]:
+    """Positions [B, N] whose chains have any supervised step, -1 = unused, and which steps are [B, N, K] bool.
+
+    Step s of the chain at t predicts token t + 2 + s, and is supervised where that token is, in t's document.
+    """
     length, device = batch.input_ids.shape[1], batch.input_ids.device
     labels = torch.arange(length, device=device)[:, None] + 2 + torch.arange(num_steps, device=device)  # [S, K]
     inside = labels < length
@@ -353,7 +348,7 @@ def find_chains(batch: DraftBatch, num_steps: int) -> Chains:
     starts = (~used).long().argsort(dim=1, stable=True)[:, :num_chains]
     unused = ~used.gather(1, starts)
     supervised = supervised.gather(1, starts[..., None].expand(-1, -1, num_steps))
-    return Chains(starts.masked_fill(unused, -1), supervised)
+    return starts.masked_fill(unused, -1), supervised
 
 
 def step_metrics(steps: list[VocabLoss]) -> dict[str, tuple[Tensor, Tensor]]:

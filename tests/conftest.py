@@ -28,7 +28,9 @@ from data.extract import RenderedRecord, extract_shard
 from data.run import git_commit
 from data.store import FeatureStore, StoreHeader, publish, write_shard
 from models.base import SlotLayout
+from models.dflash import DFlash, DFlashConfig
 from models.dspark import DSpark, DSparkConfig, MarkovHeadType
+from models.eagle3 import Eagle3, Eagle3Config
 from models.files import write_json
 from models.target import Target, TargetConfig, TargetIdentity, load_target, target_identity
 
@@ -153,36 +155,71 @@ def tiny_store(
     return FeatureStore(folder)
 
 
+BLOCK_OPTIONS: dict[str, Any] = {
+    "num_layers": 1,
+    "num_draft_tokens": 4,
+    "slot_layout": SlotLayout.anchor_first,
+    "sliding_window": None,
+    "decay": 4.0,
+    "cross_entropy_weight": 0.1,
+    "l1_weight": 0.9,
+    "sampled_vocabulary": None,
+}
+
+
 def dspark_config(**changes: Any) -> DSparkConfig:
     """A small DSpark with both heads."""
-    options: dict[str, Any] = {
-        "num_layers": 1,
-        "num_draft_tokens": 4,
-        "slot_layout": SlotLayout.anchor_first,
-        "decay": 4.0,
+    heads = {
         "markov_rank": 8,
         "markov_head": MarkovHeadType.vanilla,
         "confidence": True,
         "confidence_with_markov": True,
-        "cross_entropy_weight": 0.1,
-        "l1_weight": 0.9,
         "confidence_weight": 1.0,
+    }
+    return DSparkConfig(**BLOCK_OPTIONS | heads | changes)
+
+
+def dflash_config(**changes: Any) -> DFlashConfig:
+    return DFlashConfig(**BLOCK_OPTIONS | changes)
+
+
+def eagle3_config(**changes: Any) -> Eagle3Config:
+    """A small EAGLE-3 of the portable shape: no q/k norm, no other norms, the target's head."""
+    options: dict[str, Any] = {
+        "num_draft_tokens": 4,
+        "num_fused_layers": None,
+        "step_decay": 0.8,
+        "qk_norm": False,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "draft_vocab_size": None,
+        "own_head": False,
         "sampled_vocabulary": None,
     }
-    return DSparkConfig(**options | changes)
+    return Eagle3Config(**options | changes)
+
+
+def build_drafter(model: Any, target: Target, config: TargetConfig, *, seed: int = 0) -> Any:
+    """The untrained drafter of a config, bound to the target."""
+    assert config.layer_ids is not None
+    torch.manual_seed(seed)
+    drafter = model.build(
+        target.spec, target_layer_ids=tuple(config.layer_ids), mask_token_id=config.mask_token_id
+    ).bind(target.embedding, target.head)
+    if drafter.draft_vocab_size is not None:  # words that count: specials but the stop token are left out
+        ids = torch.arange(target.spec.vocab_size - drafter.draft_vocab_size + 1, target.spec.vocab_size)
+        drafter.use_draft_vocabulary(torch.cat((torch.tensor(target.spec.eos_token_ids), ids)))
+    drafter.copy_from_bound()
+    return drafter
 
 
 def build_dspark(target: Target, config: TargetConfig, *, seed: int = 0, **changes: Any) -> DSpark:
-    """An untrained DSpark bound to the target."""
-    assert config.layer_ids is not None and config.mask_token_id is not None
-    torch.manual_seed(seed)
-    drafter = dspark_config(**changes).build(
-        target.spec, target_layer_ids=tuple(config.layer_ids), mask_token_id=config.mask_token_id
-    )
-    return drafter.bind(target.embedding, target.head)
+    return build_drafter(dspark_config(**changes), target, config, seed=seed)
 
 
-def train_briefly(drafter: DSpark, store: FeatureStore, *, num_steps: int = 60) -> DSpark:
+def train_briefly(drafter: Any, store: FeatureStore, *, num_steps: int = 60) -> Any:
     """A plain loop, not the trainer: enough steps that drafts are accepted."""
     data = TrainingData(store, layer_ids=drafter.target_layer_ids, num_anchors=8, seed=0)
     plan = StepPlan(store.lengths, 16, 16, seed=0)
@@ -200,6 +237,16 @@ def train_briefly(drafter: DSpark, store: FeatureStore, *, num_steps: int = 60) 
 def tiny_dspark(tiny_target: Target, tiny_target_config: TargetConfig, tiny_store: FeatureStore) -> DSpark:
     """Trained briefly, so that greedy rounds of every length from 0 to 4 accepted drafts occur."""
     return train_briefly(build_dspark(tiny_target, tiny_target_config), tiny_store)
+
+
+@pytest.fixture(scope="session")
+def tiny_dflash(tiny_target: Target, tiny_target_config: TargetConfig, tiny_store: FeatureStore) -> DFlash:
+    return train_briefly(build_drafter(dflash_config(), tiny_target, tiny_target_config), tiny_store)
+
+
+@pytest.fixture(scope="session")
+def tiny_eagle3(tiny_target: Target, tiny_target_config: TargetConfig, tiny_store: FeatureStore) -> Eagle3:
+    return train_briefly(build_drafter(eagle3_config(), tiny_target, tiny_target_config), tiny_store)
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def test_deepspec_folders_come_back_bit_by_bit_with_equal_logits(
     deepspec: Path, tiny_dspark: DSpark, tiny_target: Target
 ) -> None:
     loaded = load_drafter(deepspec)
-    assert (loaded.format, loaded.bound) == ("deepspec", True)
+    assert (loaded.format, loaded.bound) == ("Qwen3DSparkModel", True)
     check_same_weights(loaded.drafter, tiny_dspark)
     assert torch.equal(loaded.drafter.embedding, tiny_target.embedding)
     assert torch.equal(loaded.drafter.head, tiny_target.head)

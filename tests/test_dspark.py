@@ -106,8 +106,8 @@ def test_a_trained_drafter_is_accepted_and_keeps_the_output(
         ({"markov_rank": -1}, r"model\.markov_rank must be at least 0 \(0 = no Markov head\), got -1"),
         ({"markov_rank": 0}, r"model\.confidence_with_markov=true needs model\.markov_rank > 0, got 0"),
         ({"sampled_vocabulary": 0}, r"model\.sampled_vocabulary must be positive or null \(exact\), got 0"),
-        ({"decay": 0.0}, r"model\.decay must be positive or null \(no decay\), got 0\.0"),
-        ({"decay": -4.0}, r"model\.decay must be positive or null \(no decay\), got -4\.0"),
+        ({"decay": -4.0}, r"model\.decay must be positive, 0 \(no decay\) or null \(as published .*\), got -4\.0"),
+        ({"sliding_window": 4}, r"model\.sliding_window must be null or more than the 4 slots of a block, got 4"),
         ({"num_layers": 0}, r"model\.num_layers must be at least 1, got 0"),
         ({"num_draft_tokens": 0}, r"model\.num_draft_tokens must be at least 1, got 0"),
     ],
@@ -133,6 +133,13 @@ def test_a_mask_token_outside_the_vocabulary_is_named(
 ) -> None:
     with pytest.raises(ValueError, match=rf"mask_token_id must be in 0\.\.54 \(the vocabulary\), got {mask_token_id}"):
         tiny_dspark.config.build(tiny_target.spec, target_layer_ids=(0,), mask_token_id=mask_token_id)
+
+
+def test_a_target_without_a_spare_token_needs_one_named(tiny_target: Target, tiny_dspark: DSpark) -> None:
+    with pytest.raises(
+        ValueError, match=r"target\.mask_token_id=null and every embedding row .* is in use: name the id"
+    ):
+        tiny_dspark.config.build(tiny_target.spec, target_layer_ids=(0,), mask_token_id=None)
 
 
 def test_an_embedding_of_another_target_is_refused(tiny_target: Target, tiny_dspark: DSpark) -> None:

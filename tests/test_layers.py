@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, apply_rotary_pos_emb
 
-from models.layers import BlockAttention, GatedMLP, RMSNorm, Rotary, attend_blocks, rotate
+from models.layers import DraftAttention, GatedMLP, RMSNorm, Rotary, attend_blocks, rotate
 from models.spec import TargetSpec
 from tests.tiny_families import SIZES, build
 
@@ -37,30 +37,35 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 def loop_attention(
     queries: Tensor, block: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: Tensor
 ) -> Tensor:
-    """One softmax per query over its visible context and its own block, head by head."""
+    """One softmax per query over its visible context and its own block, head by head; mask [B, A, 1 or Q, S]."""
     output = torch.zeros_like(queries)
     batch, num_anchors, num_slots, num_heads, size = queries.shape
     group = num_heads // context[0].shape[1]
     for row in range(batch):
         for anchor in range(num_anchors):
-            seen = mask[row, anchor]
             for head in range(num_heads):
                 kv = head // group
-                keys = torch.cat((context[0][row, kv, seen], block[0][row, anchor, :, kv]))
-                values = torch.cat((context[1][row, kv, seen], block[1][row, anchor, :, kv]))
                 for slot in range(num_slots):
+                    seen = mask[row, anchor, slot if mask.shape[2] > 1 else 0]
+                    keys = torch.cat((context[0][row, kv, seen], block[0][row, anchor, :, kv]))
+                    values = torch.cat((context[1][row, kv, seen], block[1][row, anchor, :, kv]))
                     scores = keys @ queries[row, anchor, slot, head] / size**0.5
                     output[row, anchor, slot, head] = scores.softmax(0) @ values
     return output
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-@pytest.mark.parametrize(("num_anchors", "num_slots"), [(1, 1), (1, 4), (3, 4)])
-def test_block_attention_equals_a_softmax_per_query(num_kv_heads: int, num_anchors: int, num_slots: int) -> None:
+@pytest.mark.parametrize(("num_anchors", "num_slots", "num_keys"), [(1, 1, 1), (1, 4, 4), (3, 4, 4), (3, 1, 5)])
+@pytest.mark.parametrize("per_slot", [False, True])
+def test_block_attention_equals_a_softmax_per_query(
+    num_kv_heads: int, num_anchors: int, num_slots: int, num_keys: int, per_slot: bool
+) -> None:
+    """A block's keys need not be its queries (a chain's last step looks back on all of them)."""
     queries = normal(2, num_anchors, num_slots, 4, 8)
-    block = tuple(normal(2, 2, num_anchors, num_slots, num_kv_heads, 8, seed=1))
+    block = tuple(normal(2, 2, num_anchors, num_keys, num_kv_heads, 8, seed=1))
     context = tuple(normal(2, 2, num_kv_heads, 7, 8, seed=2))
-    mask = torch.rand(2, num_anchors, 7, generator=torch.Generator().manual_seed(3)) < 0.5
+    shape = (2, num_anchors, num_slots if per_slot else 1, 7)
+    mask = torch.rand(*shape, generator=torch.Generator().manual_seed(3)) < 0.5
     mask[0, 0] = False  # an anchor at the start of its document sees its own block only
     mask[1, 0] = True
     output = attend_blocks(queries, block, context, mask)
@@ -68,7 +73,7 @@ def test_block_attention_equals_a_softmax_per_query(num_kv_heads: int, num_ancho
 
 
 def test_block_attention_has_the_gradients_of_the_loop() -> None:
-    mask = torch.tensor([[[True, True, False], [False, False, False]]])
+    mask = torch.tensor([[[True, True, False], [False, False, False]]])[:, :, None]
     grads = []
     for attend in (attend_blocks, loop_attention):
         queries, block, context = normal(1, 2, 3, 4, 8), normal(2, 1, 2, 3, 2, 8, seed=1), normal(2, 1, 2, 3, 8, seed=2)
@@ -82,7 +87,7 @@ def test_block_attention_has_the_gradients_of_the_loop() -> None:
 def test_context_and_slots_share_their_projections() -> None:
     """Slots that copy the context's inputs and positions get the context's keys and values."""
     spec = build("qwen3").spec
-    attention, rotary = BlockAttention(spec), Rotary(spec)
+    attention, rotary = DraftAttention(spec, input_size=spec.hidden_size, qk_norm=True), Rotary(spec)
     x, positions = normal(2, 5, spec.hidden_size), torch.arange(5).expand(2, 5)
     keys, values = attention.keys_values(x, *rotary(positions))
     assert keys.shape == values.shape == (2, 5, spec.num_kv_heads, spec.head_dim)

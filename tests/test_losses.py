@@ -1,7 +1,7 @@
 """Tests of models/losses.py: the chunked loss against plain autograd on dense logits."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models import losses
-from models.losses import position_decay, sample_vocabulary, sum_of, vocab_loss
+from models.losses import LossWeights, position_decay, published_decay, sample_vocabulary, sum_of, vocab_loss
 from tests.conftest import planted_fault
 
 VOCAB_SIZE, HIDDEN_SIZE, RANK = 23, 8, 3
@@ -43,8 +43,7 @@ class Inputs:
             head=self.head,
             labels=self.labels,
             weights=self.weights,
-            cross_entropy=cross_entropy,
-            l1=l1,
+            terms=LossWeights(cross_entropy=cross_entropy, l1=l1),
             bias_input=self.bias_input,
             bias_head=self.bias_head,
             softcap=softcap,
@@ -238,7 +237,12 @@ def test_position_decay_weighs_later_slots_less() -> None:
     weights = position_decay(7, 4.0, torch.device("cpu"))
     published = [1.0, 0.778801, 0.606531, 0.472367, 0.367879, 0.286505, 0.223130]
     torch.testing.assert_close(weights, torch.tensor(published), rtol=0, atol=1e-6)  # six printed digits
-    assert torch.equal(position_decay(7, None, torch.device("cpu")), torch.ones(7))
+    assert torch.equal(position_decay(7, 0.0, torch.device("cpu")), torch.ones(7))
+
+
+def test_the_published_decay_is_that_of_the_published_blocks() -> None:
+    """Blocks of 8, 10 and 16 tokens hold one known token, so 7, 9 and 15 drafts."""
+    assert [round(published_decay(k), 1) for k in (7, 9, 15)] == [4.0, 4.8, 7.0]
 
 
 def test_sum_of_gives_sum_and_count_in_float64() -> None:
@@ -252,8 +256,8 @@ def test_sum_of_gives_sum_and_count_in_float64() -> None:
 def test_a_missing_l1_factor_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = losses._logit_gradient
 
-    def halved(probs: Tensor, difference: Tensor, label: Tensor, weights: Tensor, ce: float, l1: float) -> Tensor:
-        return right(probs, difference, label, weights, ce, l1 / 2)
+    def halved(chunk: Any, terms: LossWeights) -> Tensor:
+        return right(chunk, replace(terms, l1=terms.l1 / 2))
 
     with planted_fault(monkeypatch, losses, "_logit_gradient", halved):
         check_against_dense(cross_entropy=0.1, l1=0.9, softcap=None)

@@ -1,12 +1,14 @@
 """Tests of models/masks.py: every form of the mask against one double loop."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 from models import masks
-from models.masks import block_mask_mod, context_mask
+from models.masks import block_mask_mod, cache_mask, context_mask
 from tests.conftest import planted_fault
 
 NUM_SLOTS = 3
@@ -16,27 +18,28 @@ DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, -1, -1], [0] * 10])
 ANCHORS = torch.tensor([[1, 2, 4, 5, 7, -1], [0, 8, 9, -1, 3, 4]])
 
 
-def loop_context_mask(anchors: Tensor, documents: Tensor) -> Tensor:
-    """[B, A, S]: earlier positions of the anchor's own document."""
+def loop_context_mask(anchors: Tensor, documents: Tensor, num_slots: int = 1, window: int | None = None) -> Tensor:
+    """[B, A, Q, S]: earlier positions of the anchor's own document, the last `window` before a slot and with it."""
     (batch, num_anchors), length = anchors.shape, documents.shape[1]
-    mask = torch.zeros(batch, num_anchors, length, dtype=torch.bool)
+    mask = torch.zeros(batch, num_anchors, num_slots, length, dtype=torch.bool)
     for row in range(batch):
         for index, anchor in enumerate(anchors[row].tolist()):
-            for position in range(length):
-                if anchor >= 0 and position < anchor and documents[row, position] == documents[row, anchor]:
-                    mask[row, index, position] = True
+            for slot in range(num_slots):
+                oldest = 0 if window is None else anchor + slot - window + 1
+                for position in range(max(0, oldest), anchor):
+                    mask[row, index, slot, position] = documents[row, position] == documents[row, anchor]
     return mask
 
 
-def loop_block_mask(anchors: Tensor, documents: Tensor, num_slots: int) -> Tensor:
+def loop_block_mask(anchors: Tensor, documents: Tensor, num_slots: int, window: int | None = None) -> Tensor:
     """[B, A*Q, S + A*Q]: the context, and the whole own block of a used anchor."""
     (batch, num_anchors), length = anchors.shape, documents.shape[1]
-    context = loop_context_mask(anchors, documents)
+    context = loop_context_mask(anchors, documents, num_slots, window)
     mask = torch.zeros(batch, num_anchors * num_slots, length + num_anchors * num_slots, dtype=torch.bool)
     for row in range(batch):
         for query in range(num_anchors * num_slots):
             block = query // num_slots
-            mask[row, query, :length] = context[row, block]
+            mask[row, query, :length] = context[row, block, query % num_slots]
             for key in range(num_anchors * num_slots):
                 mask[row, query, length + key] = key // num_slots == block and anchors[row, block] >= 0
     return mask
@@ -46,10 +49,10 @@ def check_context_mask() -> None:
     assert torch.equal(context_mask(ANCHORS, DOCUMENTS), loop_context_mask(ANCHORS, DOCUMENTS))
 
 
-def dense_block_mask(anchors: Tensor, documents: Tensor, num_slots: int) -> Tensor:
+def dense_block_mask(anchors: Tensor, documents: Tensor, num_slots: int, window: int | None = None) -> Tensor:
     (batch, num_anchors), length = anchors.shape, documents.shape[1]
     num_queries = num_anchors * num_slots
-    mask_mod = block_mask_mod(anchors, documents, num_slots)
+    mask_mod = block_mask_mod(anchors, documents, num_slots, window)
     return create_mask(mask_mod, batch, 1, num_queries, length + num_queries, device="cpu")[:, 0]
 
 
@@ -64,14 +67,29 @@ def test_context_mask_equals_a_double_loop_on_random_rows() -> None:
         assert torch.equal(context_mask(anchors, DOCUMENTS), loop_context_mask(anchors, DOCUMENTS))
 
 
+@pytest.mark.parametrize("window", [1, 2, 4, 20])
+def test_a_window_moves_with_the_slot(window: int) -> None:
+    mask = context_mask(ANCHORS, DOCUMENTS, num_slots=NUM_SLOTS, window=window)
+    assert torch.equal(mask, loop_context_mask(ANCHORS, DOCUMENTS, NUM_SLOTS, window))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_decoding_sees_what_training_sees(window: int | None) -> None:
+    """A cache of n positions is the context of an anchor at n."""
+    documents, lengths = torch.zeros(4, 10, dtype=torch.int64), torch.tensor([0, 1, 5, 9])
+    in_training = context_mask(lengths[:, None], documents, num_slots=NUM_SLOTS, window=window)
+    assert torch.equal(cache_mask(lengths, 10, num_slots=NUM_SLOTS, window=window), in_training)
+
+
+@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("num_slots", [1, NUM_SLOTS])
-def test_flex_mask_equals_a_double_loop(num_slots: int) -> None:
-    mask = dense_block_mask(ANCHORS, DOCUMENTS, num_slots)
-    assert torch.equal(mask, loop_block_mask(ANCHORS, DOCUMENTS, num_slots))
+def test_flex_mask_equals_a_double_loop(num_slots: int, window: int | None) -> None:
+    mask = dense_block_mask(ANCHORS, DOCUMENTS, num_slots, window)
+    assert torch.equal(mask, loop_block_mask(ANCHORS, DOCUMENTS, num_slots, window))
 
 
 def test_dense_and_flex_masks_agree_on_the_context() -> None:
-    of_queries = context_mask(ANCHORS, DOCUMENTS).repeat_interleave(NUM_SLOTS, dim=1)
+    of_queries = context_mask(ANCHORS, DOCUMENTS)[:, :, 0].repeat_interleave(NUM_SLOTS, dim=1)
     mask = dense_block_mask(ANCHORS, DOCUMENTS, NUM_SLOTS)
     assert torch.equal(mask[..., : DOCUMENTS.shape[1]], of_queries)
 
@@ -84,23 +102,26 @@ def test_an_unused_anchor_sees_nothing() -> None:
 
 
 def test_no_block_sees_padding_or_another_document() -> None:
-    mask = context_mask(ANCHORS, DOCUMENTS)
+    mask = context_mask(ANCHORS, DOCUMENTS)[:, :, 0]
     assert not mask[0, :, 8:].any()
     assert not mask[0, 2:5, :4].any()
     assert mask[0, 4, 4:7].all()
 
 
 def test_an_off_by_one_rule_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sees_the_anchor(position: Tensor, anchor: Tensor, document: Tensor, anchor_document: Tensor) -> Tensor:
-        return (position <= anchor) & (document == anchor_document)
+    def sees_the_anchor(position: Tensor, anchor: Tensor, slot: Tensor, window: int | None) -> Tensor:
+        return position <= anchor
 
     with planted_fault(monkeypatch, masks, "sees_context", sees_the_anchor):
         check_context_mask()
 
 
 def test_a_rule_blind_to_documents_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sees_other_documents(position: Tensor, anchor: Tensor, document: Tensor, anchor_document: Tensor) -> Tensor:
-        return (position < anchor) & (document >= 0) & (anchor_document >= 0)
+    right = masks.context_mask
 
-    with planted_fault(monkeypatch, masks, "sees_context", sees_other_documents):
+    def sees_other_documents(anchors: Tensor, document_ids: Tensor, **options: Any) -> Tensor:
+        return right(anchors, torch.zeros_like(document_ids), **options)
+
+    monkeypatch.setitem(globals(), "context_mask", sees_other_documents)
+    with pytest.raises(AssertionError):
         check_context_mask()

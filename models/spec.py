@@ -56,7 +56,8 @@ class TargetSpec:
             rope_parameters=rope_parameters(values),
             logit_softcap=values.get("final_logit_softcapping"),
             embedding_scale=values["hidden_size"] ** 0.5 if is_gemma else 1.0,
-            tie_embeddings=bool(values.get("tie_word_embeddings")),
+            # the head belongs to the outer model of a multimodal one, whose text part may say otherwise
+            tie_embeddings=bool(config.to_dict().get("tie_word_embeddings")),
             initializer_range=values.get("initializer_range", 0.02),
             bos_token_id=values.get("bos_token_id"),
             eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (() if eos is None else (eos,)),

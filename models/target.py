@@ -4,11 +4,11 @@ Generation, extraction and the runtime all go through `Target`. Features are cau
 outputs, never by position in `hidden_states`, whose last entry is normed while the others are not.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -276,28 +276,55 @@ def target_identity(config: TargetConfig) -> TargetIdentity:
     return TargetIdentity(config.name, sha256_text(stable), weights)
 
 
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a checkpoint file, not read yet."""
+
+    path: Path
+    name: str
+
+    def read(self) -> Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self.path, framework="pt") as file:
+            return file.get_tensor(self.name)
+
+
 def load_frozen(config: TargetConfig, spec: TargetSpec) -> tuple[Tensor, Tensor]:
     """Embedding and head [V, D] read straight from the checkpoint files, without building the target."""
-    tensors = read_tensors(config, ("embed_tokens.weight", "lm_head.weight"))
-    embedding = tensors["embed_tokens.weight"]
-    head = embedding if spec.tie_embeddings else tensors["lm_head.weight"]
-    return embedding.to(dtype_of(config.dtype)), head.to(dtype_of(config.dtype))
+    stored, dtype = _stored_tensors(config), dtype_of(config.dtype)
+    embedding = stored[_only_name(config, stored, EMBEDDING)].read().to(dtype)
+    return embedding, embedding if spec.tie_embeddings else stored[_only_name(config, stored, HEAD)].read().to(dtype)
 
 
-def read_tensors(config: TargetConfig, suffixes: tuple[str, ...]) -> dict[str, Tensor]:
-    """Tensors whose name ends in one of `suffixes`, from the target's safetensors files."""
+def decoder_tensors(config: TargetConfig) -> dict[str, StoredTensor]:
+    """What lies beside the embedding, by names from there on (`layers.0.mlp.up_proj.weight`, `norm.weight`).
+
+    Other towers of a multimodal checkpoint have tensors of the same names, under another root.
+    """
+    stored = _stored_tensors(config)
+    root = _only_name(config, stored, EMBEDDING).removesuffix(EMBEDDING)
+    return {name.removeprefix(root): tensor for name, tensor in stored.items() if name.startswith(root)}
+
+
+def _stored_tensors(config: TargetConfig) -> dict[str, StoredTensor]:
     from safetensors import safe_open
 
-    found: dict[str, Tensor] = {}
+    stored = {}
     for path in weight_files(config):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
-                suffix = next((s for s in suffixes if name == s or name.endswith("." + s)), None)
-                if suffix is not None:
-                    found[suffix] = file.get_tensor(name)
-    if "embed_tokens.weight" in suffixes and "embed_tokens.weight" not in found:
-        raise ValueError(f"target.path={config.path}: no tensor named *embed_tokens.weight in its safetensors files")
-    return found
+            stored |= {name: StoredTensor(path, name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    return stored
+
+
+def _only_name(config: TargetConfig, names: Iterable[str], suffix: str) -> str:
+    # Layers that predict further tokens keep copies of the embedding.
+    found = [name for name in names if f".{name}".endswith(f".{suffix}") and "layers." not in name]
+    if len(found) != 1:
+        raise ValueError(f"target.path={config.path}: need one tensor named *{suffix} in its files, found {found}")
+    return found[0]
 
 
 def weight_files(config: TargetConfig) -> list[Path]:

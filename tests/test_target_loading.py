@@ -1,12 +1,15 @@
 """Tests of loading in models/target.py and of models/spec.py: what is read, chosen and refused."""
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import (
+    Gemma3ForConditionalGeneration,
     GenerationConfig,
     LlamaConfig,
     PreTrainedConfig,
@@ -100,21 +103,66 @@ def save(family: str, folder: Path) -> TargetConfig:
     return config_of(str(folder))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gemma3_multimodal", "gemma4_multimodal", "gemma4_unified"])
 def test_embedding_and_head_are_read_without_the_model(family: str, tmp_path: Path) -> None:
-    """qwen3 has its own head here, gemma3 shares the embedding."""
+    """qwen3 has its own head here, the others share the embedding."""
     config, target = save(family, tmp_path), build(family)
     embedding, head = load_frozen(config, load_spec(config))
     assert torch.equal(embedding, target.embedding)
     assert torch.equal(head, target.head)
 
 
-def test_loading_gives_the_saved_target_with_its_stop_ids(tmp_path: Path) -> None:
-    config = save("qwen3", tmp_path)
+def test_a_multimodal_model_with_its_own_head_is_read_with_it(tmp_path: Path) -> None:
+    """Its text part still says that the head is the embedding, as by default."""
+    config = deepcopy(build("gemma3_multimodal").model.config)
+    config.tie_word_embeddings, config.text_config.tie_word_embeddings = False, True
+    torch.manual_seed(0)
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    target = load_target(config_of(str(tmp_path)), torch.device("cpu"))
+    _, head = load_frozen(config_of(str(tmp_path)), target.spec)
+    assert torch.equal(head, target.head) and not torch.equal(head, target.embedding)
+
+
+def write_tensors(folder: Path, *names: str) -> TargetConfig:
+    """Tensor i is filled with i."""
+    Qwen3Config(**SIZES, tie_word_embeddings=False).save_pretrained(folder)
+    save_file({name: torch.full((2, 2), float(i)) for i, name in enumerate(names)}, folder / "model.safetensors")
+    return config_of(str(folder))
+
+
+def test_copies_of_the_embedding_in_prediction_layers_are_passed_over(tmp_path: Path) -> None:
+    config = write_tensors(
+        tmp_path, "lm_head.weight", "model.embed_tokens.weight", "model.layers.4.embed_tokens.weight"
+    )
+    embedding, head = load_frozen(config, load_spec(config))
+    assert embedding.unique().tolist() == [1] and head.unique().tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (
+            ("thinker.embed_tokens.weight", "talker.embed_tokens.weight"),
+            r"\*embed_tokens.* found \['talker.*', 'thinker",
+        ),
+        (("model.embed_tokens_per_layer.weight",), r"\*embed_tokens\.weight in its files, found \[\]"),
+        (("model.embed_tokens.weight",), r"\*lm_head\.weight in its files, found \[\]"),
+    ],
+)
+def test_missing_and_ambiguous_tensors_are_refused(tmp_path: Path, names: tuple[str, ...], found: str) -> None:
+    config = write_tensors(tmp_path, *names)
+    with pytest.raises(ValueError, match=found):
+        load_frozen(config, load_spec(config))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_multimodal", "gemma4_multimodal", "gemma4_unified"])
+def test_loading_gives_the_saved_target_with_its_stop_ids(family: str, tmp_path: Path) -> None:
+    config = save(family, tmp_path)
     GenerationConfig(eos_token_id=[7, 9]).save_pretrained(tmp_path)  # as chat models do; config.json has none
     loaded = load_target(config, torch.device("cpu"), layer_ids=(0, 2))
-    assert loaded.spec.eos_token_ids == (7, 9) == load_spec(config).eos_token_ids
-    ours, expected = (target.forward_whole(random_ids(2, 9)) for target in (loaded, build("qwen3")))
+    assert loaded.spec.eos_token_ids == (7, 9)
+    assert loaded.spec == load_spec(config) == replace(build(family).spec, eos_token_ids=(7, 9))
+    ours, expected = (target.forward_whole(random_ids(2, 9)) for target in (loaded, build(family)))
     check_close(ours.hidden, expected.hidden)
     check_close(ours.features, expected.features)
 

@@ -182,6 +182,9 @@ def grouped_attention(
     Decoding over long caches spends its time on that copy. Masks are [B, 1, Q, N] bool; without one (whole
     sequences) transformers' own function is used.
     """
+    for name, what in (("softcap", "capped attention scores"), ("s_aux", "attention sinks")):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"target has {what} ({name}), which SDPA leaves out; not supported")
     batch, num_heads, num_queries, size = query.shape
     num_kv_heads = key.shape[1]
     if attention_mask is None or attention_mask.shape[1] != 1:
@@ -199,7 +202,10 @@ AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
 def load_target(config: TargetConfig, device: torch.device, *, layer_ids: tuple[int, ...] | None = None) -> Target:
-    """Load weights by Hugging Face name or local folder. `layer_ids` overrides the config's."""
+    """Load weights by Hugging Face name or local folder. `layer_ids` overrides the config's.
+
+    Raises ValueError where the model treats embedding or logits in a way that a drafter would not follow.
+    """
     spec = load_spec(config)
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
         config.path, dtype=dtype_of(config.dtype), attn_implementation=ATTENTION
@@ -207,7 +213,34 @@ def load_target(config: TargetConfig, device: torch.device, *, layer_ids: tuple[
     if layer_ids is None:
         layer_ids = feature_layer_ids(config, spec)
     model.to(device)  # pyright: ignore[reportArgumentType] (a decorator hides the method's signature)
-    return Target(model, spec, layer_ids)
+    target = Target(model, spec, layer_ids)
+    _check_conventions(target, config)
+    return target
+
+
+def _check_conventions(target: Target, config: TargetConfig) -> None:
+    """A few tokens through the whole model: a drafter knows of it embedding, scale, head and soft-cap only."""
+    ids = torch.arange(8, device=target.device)[None] % target.spec.vocab_size
+    seen: list[Tensor] = []
+    with torch.inference_mode():
+        with target.layers[0].register_forward_pre_hook(lambda _layer, inputs: seen.append(inputs[0])):
+            logits = target.model(input_ids=ids, use_cache=False).logits
+        embedded = target.embedding[ids] * target.spec.embedding_scale
+        pairs = {
+            f"embedding * {target.spec.embedding_scale:g} is not the first layer's input": (embedded, seen[0]),
+            "head and soft-cap do not give its logits": (target.logits(target.forward_whole(ids).hidden), logits),
+        }
+    differing = []
+    for what, (ours, own) in pairs.items():
+        error, largest = (ours.float() - own.float()).abs().max().item(), own.abs().max().item()
+        # bfloat16 rounds scale, logits and cap one by one: up to three roundings of 0.4 %.
+        if not error <= max(1e-4, 4 * torch.finfo(own.dtype).eps) * largest:
+            differing.append(f"{what} (off by {error:.2g} of {largest:.2g})")
+    if differing:
+        raise ValueError(
+            f"target {config.name} ({target.spec.model_type}): {'; '.join(differing)}. It has a multiplier, a logit "
+            "scale or a head bias that drafters do not know of; not supported"
+        )
 
 
 def load_hf_config(config: TargetConfig) -> Any:

@@ -1,5 +1,6 @@
 """Tests of loading in models/target.py and of models/spec.py: what is read, chosen and refused."""
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3Config,
     Gemma3ForConditionalGeneration,
     GenerationConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedConfig,
+    PreTrainedModel,
     Qwen3Config,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
@@ -31,7 +42,7 @@ from models.target import (
     target_identity,
 )
 from tests.conftest import tiny_tokenizer
-from tests.tiny_families import SIZES, build, check_close, random_ids
+from tests.tiny_families import FAMILIES, SIZES, build, check_close, random_ids
 
 
 def config_of(path: str, **changes: Any) -> TargetConfig:
@@ -165,6 +176,51 @@ def test_loading_gives_the_saved_target_with_its_stop_ids(family: str, tmp_path:
     ours, expected = (target.forward_whole(random_ids(2, 9)) for target in (loaded, build(family)))
     check_close(ours.hidden, expected.hidden)
     check_close(ours.features, expected.features)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_passes_the_check_of_its_conventions(family: str, dtype: str, tmp_path: Path) -> None:
+    config = replace(save(family, tmp_path), dtype=dtype)
+    assert load_target(config, torch.device("cpu")).head.dtype is dtype_of(dtype)
+
+
+def phi_with_a_head_bias() -> PhiForCausalLM:
+    model = PhiForCausalLM(PhiConfig(**SIZES))
+    model.lm_head.bias.data.normal_()
+    return model
+
+
+LOGITS, INPUT = "head and soft-cap do not give its logits", "is not the first layer's input"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=1.25)), rf"\(granite\): {LOGITS}"),
+        (lambda: GraniteForCausalLM(GraniteConfig(**SIZES, embedding_multiplier=12.0)), rf"embedding \* 1 {INPUT}"),
+        (lambda: CohereForCausalLM(CohereConfig(**SIZES)), rf"\(cohere\): {LOGITS}"),
+        (phi_with_a_head_bias, rf"\(phi\): {LOGITS}"),
+        (lambda: Gemma3ForConditionalGeneration(capped_multimodal()), rf"\(gemma3_text\): {LOGITS}"),
+        (lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES)), "capped attention scores"),
+    ],
+    ids=["granite-logits", "granite-embedding", "cohere", "phi", "gemma3-multimodal", "gemma2"],
+)
+def test_unknown_conventions_are_refused(
+    make: Callable[[], PreTrainedModel], complaint: str, dtype: str, tmp_path: Path
+) -> None:
+    """Wrong by a quarter and more: what would train a drafter on other logits than the target's."""
+    torch.manual_seed(0)
+    make().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=complaint):
+        load_target(config_of(str(tmp_path), dtype=dtype), torch.device("cpu"))
+
+
+def capped_multimodal() -> Gemma3Config:
+    config = deepcopy(build("gemma3_multimodal").model.config)
+    config.text_config.final_logit_softcapping = 1.0
+    return config
 
 
 def test_identity_follows_weights_and_config(tmp_path: Path) -> None:

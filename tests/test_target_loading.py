@@ -29,7 +29,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from models.spec import TargetSpec
+from models.spec import TargetSpec, rope_parameters
 from models.target import (
     Target,
     TargetConfig,
@@ -241,11 +241,36 @@ def test_a_spec_survives_its_dictionary_and_names_what_is_missing() -> None:
         TargetSpec.from_dict(values | {"head_size": 8})
 
 
-def test_a_spec_takes_the_rotary_base_of_full_attention_layers() -> None:
+def test_a_spec_takes_the_rotary_parameters_of_full_attention_layers() -> None:
     assert build("qwen3").spec.rope_parameters == {"rope_type": "default", "rope_theta": 10_000.0}
     assert build("gemma3").spec.rope_parameters["rope_theta"] == 1_000_000.0
+    assert build("gemma4").spec.rope_parameters == {
+        "rope_type": "proportional",
+        "rope_theta": 1_000_000.0,
+        "partial_rotary_factor": 0.25,
+    }
     old = LlamaConfig(**SIZES, rope_theta=5e5)  # as transformers 4 wrote it
     assert TargetSpec.from_config(old).rope_parameters["rope_theta"] == 5e5
+    assert TargetSpec.from_config(PhiConfig(**SIZES)).rope_parameters["partial_rotary_factor"] == 0.5
+
+
+def test_rotary_parameters_of_old_files_are_gathered() -> None:
+    scaling = {"type": "linear", "factor": 4.0}
+    old = {"rope_theta": 5e5, "partial_rotary_factor": 0.25, "rope_scaling": scaling, "rope_parameters": None}
+    expected = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5, "partial_rotary_factor": 0.25}
+    assert rope_parameters(old) == expected
+    assert rope_parameters({}) == {"rope_type": "default", "rope_theta": 10_000.0}
+    assert rope_parameters({**old, "rope_parameters": {"rope_theta": 2.0, "partial_rotary_factor": 0.5}}) == {
+        "rope_type": "default",
+        "rope_theta": 2.0,
+        "partial_rotary_factor": 0.5,
+    }
+
+
+def test_full_attention_layers_without_positions_are_refused() -> None:
+    kinds = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": None}
+    with pytest.raises(ValueError, match="has no set for full_attention layers"):
+        rope_parameters({"rope_parameters": kinds})
 
 
 def test_a_config_without_a_decoder_is_refused() -> None:

@@ -5,10 +5,10 @@ fusion of several target layers, every later one the layer's own output. Trainin
 at once (training-time test): step s of the chain at position t sees the target's features up to t and its own steps up
 to s, and gradients flow through all of it.
 
-Two differences from the reference (DeepSpec), which has neither right: the loss mask is aligned with the label (step s at
-t predicts token t + 2 + s and counts where that token is supervised; the reference tests token t + s, so the first two
-answer tokens are never trained and two past a turn are), and each step is divided by its own number of supervised
-positions (the reference divides by padded batch size times length).
+Unlike the reference (DeepSpec), which has neither right: the loss mask is aligned with the label (step s at t predicts
+token t + 2 + s and counts where that token is supervised; there token t + s is asked, so the first two answer tokens
+are never trained and two past a turn are), and each step is divided by its own number of supervised positions (there
+by padded batch size times length).
 """
 
 from collections.abc import Mapping
@@ -223,8 +223,8 @@ class Eagle3(Drafter):
 
     def denominators(self, batch: DraftBatch) -> dict[str, Tensor]:
         """Supervised positions of each step; the step weight stands in the numerators only."""
-        counts = find_chains(batch, self.num_draft_tokens)[1].double().sum((0, 1))
-        return {f"step_{s}": count for s, count in enumerate(counts)}
+        _, supervised = find_chains(batch, self.num_draft_tokens)
+        return {f"step_{s}": supervised[..., s].double().sum() for s in range(self.num_draft_tokens)}
 
     # ---- decoding
 
@@ -393,9 +393,6 @@ def check_options(config: Eagle3Config, spec: TargetSpec) -> None:
             f"the target's {spec.vocab_size}, got {size}"
         )
     if config.sampled_vocabulary is not None and (config.own_head or size is not None):
-        raise ValueError(
-            f"model.sampled_vocabulary={config.sampled_vocabulary} samples the target's head: it needs "
-            "model.own_head=false and model.draft_vocab_size=null"
-        )
+        raise ValueError("model.sampled_vocabulary needs model.own_head=false and model.draft_vocab_size=null")
     if config.sampled_vocabulary is not None and config.sampled_vocabulary < 1:
         raise ValueError(f"model.sampled_vocabulary must be positive or null (exact), got {config.sampled_vocabulary}")

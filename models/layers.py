@@ -29,18 +29,22 @@ class Rotary:
     """Rotary position embedding, rotate-half form. Not a module: frequencies stay float32 whatever the weights are."""
 
     def __init__(self, spec: TargetSpec) -> None:
-        rope_type = spec.rope_parameters.get("rope_type", "default")
+        parameters = spec.rope_parameters
+        rope_type = parameters.get("rope_type", "default")
         if rope_type == "default":
-            exponent = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
-            self.inv_freq, self.scale = 1.0 / spec.rope_parameters["rope_theta"] ** exponent, 1.0
+            size = int(spec.head_dim * parameters.get("partial_rotary_factor", 1.0))
+            exponent = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+            self.inv_freq, self.scale = 1.0 / parameters["rope_theta"] ** exponent, 1.0
         else:
-            sizes = ("hidden_size", "head_dim", "max_position_embeddings", "rope_parameters")
-            values = {name: getattr(spec, name) for name in sizes} | {"num_attention_heads": spec.num_heads}
+            values = {name: getattr(spec, name) for name in ("hidden_size", "head_dim", "max_position_embeddings")}
+            values |= {"num_attention_heads": spec.num_heads, "rope_parameters": parameters}
             config = PreTrainedConfig.from_dict(values)
+            # Types that change with the length (dynamic, longrope) keep the frequencies of short texts: keys of a
+            # cache must not change under it, and a drafter learns with what it is given.
             self.inv_freq, self.scale = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
 
     def __call__(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """position_ids [...] -> cos, sin [..., head_dim] in float32."""
+        """position_ids [...] -> cos, sin [..., r] in float32; r is head_dim, or less where only part of it rotates."""
         if self.inv_freq.device != position_ids.device:
             self.inv_freq = self.inv_freq.to(position_ids.device)
         angles = position_ids[..., None].float() * self.inv_freq
@@ -49,10 +53,13 @@ class Rotary:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, S, H, d], cos and sin [B, S, d] -> x rotated by its position, in x's type."""
-    first, second = x.float().chunk(2, dim=-1)
+    """x [B, S, H, d], cos and sin [B, S, r] -> x with its first r entries rotated by its position, in x's type."""
+    size = cos.shape[-1]
+    part = x[..., :size].float()
+    first, second = part.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
-    return (x.float() * cos[:, :, None] + turned * sin[:, :, None]).to(x.dtype)
+    rotated = (part * cos[:, :, None] + turned * sin[:, :, None]).to(x.dtype)
+    return rotated if size == x.shape[-1] else torch.cat((rotated, x[..., size:]), dim=-1)
 
 
 class GatedMLP(nn.Module):

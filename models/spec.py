@@ -56,7 +56,8 @@ class TargetSpec:
             rope_parameters=rope_parameters(values),
             logit_softcap=values.get("final_logit_softcapping"),
             embedding_scale=values["hidden_size"] ** 0.5 if is_gemma else 1.0,
-            tie_embeddings=bool(values.get("tie_word_embeddings")),
+            # the head belongs to the outer model of a multimodal one, whose text part may say otherwise
+            tie_embeddings=bool(config.to_dict().get("tie_word_embeddings")),
             initializer_range=values.get("initializer_range", 0.02),
             bos_token_id=values.get("bos_token_id"),
             eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (() if eos is None else (eos,)),
@@ -76,13 +77,19 @@ class TargetSpec:
 
 
 def rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
-    """Rotary parameters of the full-attention layers; transformers 4 files keep the base at top level."""
-    parameters = values.get("rope_parameters") or {}
-    if "full_attention" in parameters:  # one set per layer type
-        parameters = parameters["full_attention"]
-    if "rope_theta" not in parameters:
-        parameters = {"rope_type": "default", "rope_theta": values.get("rope_theta", 10000.0), **parameters}
-    return dict(parameters)
+    """Rotary parameters of the full-attention layers; transformers 4 files keep some of them at top level.
+
+    Raises ValueError where only other layers have positions.
+    """
+    found = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    by_layer_type = {key: value for key, value in found.items() if isinstance(value, dict)}
+    if by_layer_type and "full_attention" not in by_layer_type:
+        raise ValueError(f"target config: rope_parameters={found} has no set for full_attention layers; not supported")
+    found = by_layer_type.get("full_attention", found)
+    parameters = {"rope_type": found.get("type", "default"), "rope_theta": values.get("rope_theta") or 10000.0}
+    if values.get("partial_rotary_factor") is not None:
+        parameters["partial_rotary_factor"] = values["partial_rotary_factor"]
+    return parameters | {key: value for key, value in found.items() if key != "type"}
 
 
 def spread_layer_ids(num_layers: int, count: int) -> tuple[int, ...]:

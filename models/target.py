@@ -4,11 +4,11 @@ Generation, extraction and the runtime all go through `Target`. Features are cau
 outputs, never by position in `hidden_states`, whose last entry is normed while the others are not.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -182,6 +182,9 @@ def grouped_attention(
     Decoding over long caches spends its time on that copy. Masks are [B, 1, Q, N] bool; without one (whole
     sequences) transformers' own function is used.
     """
+    for name, what in (("softcap", "capped attention scores"), ("s_aux", "attention sinks")):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"target has {what} ({name}), which SDPA leaves out; not supported")
     batch, num_heads, num_queries, size = query.shape
     num_kv_heads = key.shape[1]
     if attention_mask is None or attention_mask.shape[1] != 1:
@@ -199,7 +202,10 @@ AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
 def load_target(config: TargetConfig, device: torch.device, *, layer_ids: tuple[int, ...] | None = None) -> Target:
-    """Load weights by Hugging Face name or local folder. `layer_ids` overrides the config's."""
+    """Load weights by Hugging Face name or local folder. `layer_ids` overrides the config's.
+
+    Raises ValueError where the model treats embedding or logits in a way that a drafter would not follow.
+    """
     spec = load_spec(config)
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
         config.path, dtype=dtype_of(config.dtype), attn_implementation=ATTENTION
@@ -207,7 +213,34 @@ def load_target(config: TargetConfig, device: torch.device, *, layer_ids: tuple[
     if layer_ids is None:
         layer_ids = feature_layer_ids(config, spec)
     model.to(device)  # pyright: ignore[reportArgumentType] (a decorator hides the method's signature)
-    return Target(model, spec, layer_ids)
+    target = Target(model, spec, layer_ids)
+    _check_conventions(target, config)
+    return target
+
+
+def _check_conventions(target: Target, config: TargetConfig) -> None:
+    """A few tokens through the whole model: a drafter knows of it embedding, scale, head and soft-cap only."""
+    ids = torch.arange(8, device=target.device)[None] % target.spec.vocab_size
+    seen: list[Tensor] = []
+    with torch.inference_mode():
+        with target.layers[0].register_forward_pre_hook(lambda _layer, inputs: seen.append(inputs[0])):
+            logits = target.model(input_ids=ids, use_cache=False).logits
+        embedded = target.embedding[ids] * target.spec.embedding_scale
+        pairs = {
+            f"embedding * {target.spec.embedding_scale:g} is not the first layer's input": (embedded, seen[0]),
+            "head and soft-cap do not give its logits": (target.logits(target.forward_whole(ids).hidden), logits),
+        }
+    differing = []
+    for what, (ours, own) in pairs.items():
+        error, largest = (ours.float() - own.float()).abs().max().item(), own.abs().max().item()
+        # bfloat16 rounds scale, logits and cap one by one: up to three roundings of 0.4 %.
+        if not error <= max(1e-4, 4 * torch.finfo(own.dtype).eps) * largest:
+            differing.append(f"{what} (off by {error:.2g} of {largest:.2g})")
+    if differing:
+        raise ValueError(
+            f"target {config.name} ({target.spec.model_type}): {'; '.join(differing)}. It has a multiplier, a logit "
+            "scale or a head bias that drafters do not know of; not supported"
+        )
 
 
 def load_hf_config(config: TargetConfig) -> Any:
@@ -268,28 +301,55 @@ def target_identity(config: TargetConfig) -> TargetIdentity:
     return TargetIdentity(config.name, sha256_text(stable), weights)
 
 
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a checkpoint file, not read yet."""
+
+    path: Path
+    name: str
+
+    def read(self) -> Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self.path, framework="pt") as file:
+            return file.get_tensor(self.name)
+
+
 def load_frozen(config: TargetConfig, spec: TargetSpec) -> tuple[Tensor, Tensor]:
     """Embedding and head [V, D] read straight from the checkpoint files, without building the target."""
-    tensors = read_tensors(config, ("embed_tokens.weight", "lm_head.weight"))
-    embedding = tensors["embed_tokens.weight"]
-    head = embedding if spec.tie_embeddings else tensors["lm_head.weight"]
-    return embedding.to(dtype_of(config.dtype)), head.to(dtype_of(config.dtype))
+    stored, dtype = _stored_tensors(config), dtype_of(config.dtype)
+    embedding = stored[_only_name(config, stored, EMBEDDING)].read().to(dtype)
+    return embedding, embedding if spec.tie_embeddings else stored[_only_name(config, stored, HEAD)].read().to(dtype)
 
 
-def read_tensors(config: TargetConfig, suffixes: tuple[str, ...]) -> dict[str, Tensor]:
-    """Tensors whose name ends in one of `suffixes`, from the target's safetensors files."""
+def decoder_tensors(config: TargetConfig) -> dict[str, StoredTensor]:
+    """What lies beside the embedding, by names from there on (`layers.0.mlp.up_proj.weight`, `norm.weight`).
+
+    Other towers of a multimodal checkpoint have tensors of the same names, under another root.
+    """
+    stored = _stored_tensors(config)
+    root = _only_name(config, stored, EMBEDDING).removesuffix(EMBEDDING)
+    return {name.removeprefix(root): tensor for name, tensor in stored.items() if name.startswith(root)}
+
+
+def _stored_tensors(config: TargetConfig) -> dict[str, StoredTensor]:
     from safetensors import safe_open
 
-    found: dict[str, Tensor] = {}
+    stored = {}
     for path in weight_files(config):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
-                suffix = next((s for s in suffixes if name == s or name.endswith("." + s)), None)
-                if suffix is not None:
-                    found[suffix] = file.get_tensor(name)
-    if "embed_tokens.weight" in suffixes and "embed_tokens.weight" not in found:
-        raise ValueError(f"target.path={config.path}: no tensor named *embed_tokens.weight in its safetensors files")
-    return found
+            stored |= {name: StoredTensor(path, name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    return stored
+
+
+def _only_name(config: TargetConfig, names: Iterable[str], suffix: str) -> str:
+    # Layers that predict further tokens keep copies of the embedding.
+    found = [name for name in names if f".{name}".endswith(f".{suffix}") and "layers." not in name]
+    if len(found) != 1:
+        raise ValueError(f"target.path={config.path}: need one tensor named *{suffix} in its files, found {found}")
+    return found[0]
 
 
 def weight_files(config: TargetConfig) -> list[Path]:

@@ -12,14 +12,26 @@ import pytest
 import torch
 from accelerate import Accelerator, debug_launcher
 from accelerate.state import AcceleratorState
+from torch import Tensor
 
 import data.store as store_module
 import models.files as files_module
-from data.extract import ExtractConfig, batches_by_length, extract, extract_shard, render_responses, verify_store
+import models.target as target_module
+from data.chat import RenderedChat
+from data.extract import (
+    ExtractConfig,
+    RenderedRecord,
+    batches_by_length,
+    extract,
+    extract_shard,
+    render_responses,
+    verify_store,
+)
 from data.run import start_processes
-from data.store import FeatureStore, supervised_rows
-from models.target import Target, TargetIdentity
-from tests.conftest import counting_chat, files_of, run_killed, tiny_tokenizer
+from data.store import FeatureStore, StoreHeader, publish, supervised_rows, write_shard
+from models.target import Target, TargetIdentity, TargetOutput
+from tests.conftest import counting_chat, files_of, planted_fault, run_killed, tiny_tokenizer
+from tests.tiny_families import FAMILIES, VOCAB_SIZE, build
 
 NUM_CHATS = 10
 RECORDS_PER_SHARD = 4
@@ -102,6 +114,40 @@ def test_features_are_the_outputs_of_the_captured_layers(tiny_target: Target, tm
     torch.testing.assert_close(found.features, torch.cat(layers, dim=-1), atol=1e-5, rtol=1e-5)
     rows = supervised_rows(found.loss_mask)
     torch.testing.assert_close(found.last_hidden, hidden[-1][0, rows], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_head_of_stored_rows_is_the_models_own_logits(family: str, tmp_path: Path) -> None:
+    """Through batches, files and the soft-cap, against each chat alone; float32 sums in another order."""
+    target, rng = build(family), random.Random(0)
+    texts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (9, 14, 6)]
+    records = [
+        RenderedRecord(str(index), RenderedChat(text, [False] * 3 + [True] * (len(text) - 3)))
+        for index, text in enumerate(texts)
+    ]
+    header = StoreHeader(TargetIdentity(family, "", ""), target.layer_ids, target.spec.hidden_size, "float32", "")
+    extracted = extract_shard(target, records, tokens_per_batch=30)
+    publish(tmp_path, header, [write_shard(tmp_path, header, shard_index=0, records=extracted, inputs_sha256="")])
+    store = FeatureStore(tmp_path)
+    for record in (store[index] for index in range(len(store))):
+        with torch.inference_mode():
+            own = target.model(input_ids=record.input_ids[None].long(), use_cache=False).logits[0]
+        error = target.logits(record.last_hidden) - own[supervised_rows(record.loss_mask)]
+        assert error.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_missing_final_norm_is_noticed(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Target.forward_whole
+
+    def without_norm(target: Target, input_ids: Tensor) -> TargetOutput:
+        last = len(target.layers) - 1
+        with target_module._capture(target.layers, (last,)) as captured:
+            output = right(target, input_ids)
+        return replace(output, hidden=captured[last])
+
+    with planted_fault(monkeypatch, Target, "forward_whole", without_norm):
+        test_head_of_stored_rows_is_the_models_own_logits(family, tmp_path)
 
 
 def test_stored_rows_predict_the_tokens_that_the_target_generated(

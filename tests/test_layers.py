@@ -6,28 +6,37 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import Gemma4TextConfig, LlamaConfig, Phi3Config, PreTrainedConfig
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
+from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb as gemma4_rotation
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as phi3_rotation
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, apply_rotary_pos_emb
 
 from models.layers import DraftAttention, GatedMLP, RMSNorm, Rotary, attend_blocks, rotate
-from models.spec import TargetSpec
+from models.spec import TargetSpec, rope_parameters
 from tests.tiny_families import SIZES, build
 
 # Float32 sums over a few dozen keys in another order.
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
+HEAD_SIZES = {"hidden_size": 64, "head_dim": 64, "num_attention_heads": 4, "max_position_embeddings": 4096}
 SCALED_ROPES: list[dict[str, Any]] = [
     {"rope_type": "default", "rope_theta": 1e6},
     {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
-    {
-        "rope_type": "llama3",
-        "rope_theta": 5e5,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-    {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32},
+    {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},  # scales from max_position_embeddings on
+    LLAMA3,
+    {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 1024},
 ]
+POSITIONS = torch.tensor([[0, 1, 5, 100], [1023, 7, 4000, 64]])
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -96,19 +105,70 @@ def test_context_and_slots_share_their_projections() -> None:
     assert torch.equal(values, attention.v_proj(x).view_as(values))
 
 
+def rotary_of(config: PreTrainedConfig) -> Rotary:
+    values = config.to_dict()
+    sizes = {key: values[key] for key in ("hidden_size", "head_dim", "max_position_embeddings")}
+    return Rotary(replace(build("llama").spec, **sizes, rope_parameters=rope_parameters(values)))
+
+
 @pytest.mark.parametrize("parameters", SCALED_ROPES, ids=lambda p: p["rope_type"])
-def test_rotary_equals_transformers(parameters: dict[str, Any]) -> None:
-    target = build("llama")
-    config = type(target.model.config)(**SIZES, rope_parameters=parameters)
-    ours = Rotary(replace(target.spec, rope_parameters=TargetSpec.from_config(config).rope_parameters))
-    positions = torch.tensor([[0, 1, 5, 100], [7, 3, 127, 64]])
-    cos, sin = ours(positions)
-    expected_cos, expected_sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
+def test_rotary_equals_llamas(parameters: dict[str, Any]) -> None:
+    config = LlamaConfig(**HEAD_SIZES, rope_parameters=parameters)
+    cos, sin = rotary_of(config)(POSITIONS)
+    expected_cos, expected_sin = LlamaRotaryEmbedding(config)(torch.zeros(1), POSITIONS)
     torch.testing.assert_close(cos, expected_cos, **CLOSE)
     torch.testing.assert_close(sin, expected_sin, **CLOSE)
-    x = normal(2, 4, 3, SIZES["head_dim"])
+    x = normal(2, 4, 3, 64)
     expected, _ = apply_rotary_pos_emb(x.transpose(1, 2), x.transpose(1, 2), expected_cos, expected_sin)
     torch.testing.assert_close(rotate(x, cos, sin), expected.transpose(1, 2), **CLOSE)
+
+
+@pytest.mark.parametrize(("factor", "size"), [(0.75, 48), (0.25, 16)])
+def test_partial_rotary_equals_phi3s(factor: float, size: int) -> None:
+    """The entries behind the rotated ones are passed through, bit by bit."""
+    config = Phi3Config(**HEAD_SIZES, partial_rotary_factor=factor, pad_token_id=0)
+    cos, sin = rotary_of(config)(POSITIONS)
+    expected_cos, expected_sin = Phi3RotaryEmbedding(config)(torch.zeros(1), POSITIONS)
+    assert cos.shape == (2, 4, size)
+    torch.testing.assert_close(cos, expected_cos, **CLOSE)
+    torch.testing.assert_close(sin, expected_sin, **CLOSE)
+    x = normal(2, 4, 3, 64)
+    expected, _ = phi3_rotation(x.transpose(1, 2), x.transpose(1, 2), expected_cos, expected_sin)
+    torch.testing.assert_close(rotate(x, cos, sin), expected.transpose(1, 2), **CLOSE)
+    assert torch.equal(rotate(x, cos, sin)[..., size:], x[..., size:])
+
+
+def test_proportional_rotary_equals_that_of_gemma4s_full_attention_layers() -> None:
+    """A quarter of the frequencies, spread over the whole head: not the first quarter of its entries."""
+    config = Gemma4TextConfig(hidden_size=64, head_dim=32, global_head_dim=64)
+    spec = TargetSpec.from_config(config)
+    cos, sin = Rotary(replace(spec, head_dim=64))(POSITIONS)
+    expected_cos, expected_sin = Gemma4TextRotaryEmbedding(config)(torch.zeros(1), POSITIONS, "full_attention")
+    torch.testing.assert_close(cos, expected_cos, **CLOSE)
+    torch.testing.assert_close(sin, expected_sin, **CLOSE)
+    x = normal(2, 4, 3, 64)
+    torch.testing.assert_close(rotate(x, cos, sin), gemma4_rotation(x, expected_cos, expected_sin, 2), **CLOSE)
+    still = (rotate(x, cos, sin) == x).all(0).all(0).all(0).nonzero().flatten()
+    assert still.tolist() == [*range(8, 32), *range(40, 64)]
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        SCALED_ROPES[0],
+        {**SCALED_ROPES[0], "partial_rotary_factor": 0.25},
+        {**SCALED_ROPES[0], "rope_type": "proportional", "partial_rotary_factor": 0.25},
+        LLAMA3,
+    ],
+    ids=["default", "partial", "proportional", "llama3"],
+)
+def test_rotation_keeps_the_norm_of_every_head(head_dim: int, parameters: dict[str, Any]) -> None:
+    rotary = Rotary(replace(build("qwen3").spec, head_dim=head_dim, rope_parameters=parameters))
+    x = normal(2, 4, 3, head_dim)
+    rotated = rotate(x, *rotary(POSITIONS))
+    torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1), **CLOSE)
+    assert (rotated - x)[1].abs().amax(-1).min() > 0.1  # and every head of the second row did turn
 
 
 def test_rotary_frequencies_stay_float32_in_narrow_drafters() -> None:

@@ -58,11 +58,11 @@ def test_features_are_the_outputs_of_the_layers(family: str) -> None:
     check_close(target.forward_whole(ids).features, expected)
 
 
-def captured_sums(monkeypatch: pytest.MonkeyPatch, layer_ids: tuple[int, ...]) -> list[float]:
+def captured_sums(monkeypatch: pytest.MonkeyPatch, family: str, layer_ids: tuple[int, ...]) -> list[float]:
     """Features of a model whose layer i adds 10^i to zero."""
-    target = build("qwen3")
+    target = build(family)
     for index, layer in enumerate(target.layers):
-        monkeypatch.setattr(layer, "forward", lambda states, power=index, **_: states + 10.0**power)
+        monkeypatch.setattr(layer, "forward", lambda states, *_, power=index, **__: states + 10.0**power)
     monkeypatch.setattr(target, "layer_ids", layer_ids)
     monkeypatch.setattr(target.backbone.embed_tokens, "forward", lambda ids: torch.zeros(*ids.shape, 32))
     output = target.forward(random_ids(1, 3), target.new_cache(1, 4))
@@ -71,13 +71,14 @@ def captured_sums(monkeypatch: pytest.MonkeyPatch, layer_ids: tuple[int, ...]) -
     return features[0, :, 0].tolist()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("layer_ids", "sums"), [((0, 1, 2, 3), [1, 11, 111, 1111]), ((1, 3), [11, 1111]), ((2,), [111])]
 )
 def test_every_captured_layer_is_the_one_asked_for(
-    monkeypatch: pytest.MonkeyPatch, layer_ids: tuple[int, ...], sums: list[float]
+    monkeypatch: pytest.MonkeyPatch, family: str, layer_ids: tuple[int, ...], sums: list[float]
 ) -> None:
-    assert captured_sums(monkeypatch, layer_ids) == sums
+    assert captured_sums(monkeypatch, family, layer_ids) == sums
 
 
 def test_a_capture_of_layer_inputs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +98,7 @@ def test_a_capture_of_layer_inputs_is_noticed(monkeypatch: pytest.MonkeyPatch) -
             return self.captured[index - 1]
 
     with planted_fault(monkeypatch, target_module, "_capture", one_early):
-        assert captured_sums(monkeypatch, (1, 3)) == [11, 1111]
+        assert captured_sums(monkeypatch, "qwen3", (1, 3)) == [11, 1111]
 
 
 def test_hooks_are_gone_after_a_forward_and_after_an_error() -> None:
@@ -165,7 +166,7 @@ def test_padding_behind_a_row_does_not_change_it() -> None:
     check_close(target.forward_whole(padded).hidden[:, :12], target.forward_whole(ids).hidden)
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma3", "gemma4", "gemma4_shared"])
 def test_a_missing_window_is_noticed(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     with planted_fault(monkeypatch, Target, "_masks", lambda self, visible, positions: all_visible(self, visible)):
         test_cached_steps_equal_the_whole_forward(family, [7, 1, 5, 7])

@@ -1,21 +1,35 @@
 """Tests of loading in models/target.py and of models/spec.py: what is read, chosen and refused."""
 
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GenerationConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedConfig,
+    PreTrainedModel,
     Qwen3Config,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
 
-from models.spec import TargetSpec
+from models.spec import TargetSpec, rope_parameters
 from models.target import (
     Target,
     TargetConfig,
@@ -28,7 +42,7 @@ from models.target import (
     target_identity,
 )
 from tests.conftest import tiny_tokenizer
-from tests.tiny_families import SIZES, build, check_close, random_ids
+from tests.tiny_families import FAMILIES, SIZES, build, check_close, random_ids
 
 
 def config_of(path: str, **changes: Any) -> TargetConfig:
@@ -99,23 +113,113 @@ def save(family: str, folder: Path) -> TargetConfig:
     return config_of(str(folder))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gemma3_multimodal", "gemma4_multimodal", "gemma4_unified"])
 def test_embedding_and_head_are_read_without_the_model(family: str, tmp_path: Path) -> None:
-    """qwen3 has its own head here, gemma3 shares the embedding."""
+    """qwen3 has its own head here, the others share the embedding."""
     config, target = save(family, tmp_path), build(family)
     embedding, head = load_frozen(config, load_spec(config))
     assert torch.equal(embedding, target.embedding)
     assert torch.equal(head, target.head)
 
 
-def test_loading_gives_the_saved_target_with_its_stop_ids(tmp_path: Path) -> None:
-    config = save("qwen3", tmp_path)
+def test_a_multimodal_model_with_its_own_head_is_read_with_it(tmp_path: Path) -> None:
+    """Its text part still says that the head is the embedding, as by default."""
+    config = deepcopy(build("gemma3_multimodal").model.config)
+    config.tie_word_embeddings, config.text_config.tie_word_embeddings = False, True
+    torch.manual_seed(0)
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    target = load_target(config_of(str(tmp_path)), torch.device("cpu"))
+    _, head = load_frozen(config_of(str(tmp_path)), target.spec)
+    assert torch.equal(head, target.head) and not torch.equal(head, target.embedding)
+
+
+def write_tensors(folder: Path, *names: str) -> TargetConfig:
+    """Tensor i is filled with i."""
+    Qwen3Config(**SIZES, tie_word_embeddings=False).save_pretrained(folder)
+    save_file({name: torch.full((2, 2), float(i)) for i, name in enumerate(names)}, folder / "model.safetensors")
+    return config_of(str(folder))
+
+
+def test_copies_of_the_embedding_in_prediction_layers_are_passed_over(tmp_path: Path) -> None:
+    config = write_tensors(
+        tmp_path, "lm_head.weight", "model.embed_tokens.weight", "model.layers.4.embed_tokens.weight"
+    )
+    embedding, head = load_frozen(config, load_spec(config))
+    assert embedding.unique().tolist() == [1] and head.unique().tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (
+            ("thinker.embed_tokens.weight", "talker.embed_tokens.weight"),
+            r"\*embed_tokens.* found \['talker.*', 'thinker",
+        ),
+        (("model.embed_tokens_per_layer.weight",), r"\*embed_tokens\.weight in its files, found \[\]"),
+        (("model.embed_tokens.weight",), r"\*lm_head\.weight in its files, found \[\]"),
+    ],
+)
+def test_missing_and_ambiguous_tensors_are_refused(tmp_path: Path, names: tuple[str, ...], found: str) -> None:
+    config = write_tensors(tmp_path, *names)
+    with pytest.raises(ValueError, match=found):
+        load_frozen(config, load_spec(config))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_multimodal", "gemma4_multimodal", "gemma4_unified"])
+def test_loading_gives_the_saved_target_with_its_stop_ids(family: str, tmp_path: Path) -> None:
+    config = save(family, tmp_path)
     GenerationConfig(eos_token_id=[7, 9]).save_pretrained(tmp_path)  # as chat models do; config.json has none
     loaded = load_target(config, torch.device("cpu"), layer_ids=(0, 2))
-    assert loaded.spec.eos_token_ids == (7, 9) == load_spec(config).eos_token_ids
-    ours, expected = (target.forward_whole(random_ids(2, 9)) for target in (loaded, build("qwen3")))
+    assert loaded.spec.eos_token_ids == (7, 9)
+    assert loaded.spec == load_spec(config) == replace(build(family).spec, eos_token_ids=(7, 9))
+    ours, expected = (target.forward_whole(random_ids(2, 9)) for target in (loaded, build(family)))
     check_close(ours.hidden, expected.hidden)
     check_close(ours.features, expected.features)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_passes_the_check_of_its_conventions(family: str, dtype: str, tmp_path: Path) -> None:
+    config = replace(save(family, tmp_path), dtype=dtype)
+    assert load_target(config, torch.device("cpu")).head.dtype is dtype_of(dtype)
+
+
+def phi_with_a_head_bias() -> PhiForCausalLM:
+    model = PhiForCausalLM(PhiConfig(**SIZES))
+    model.lm_head.bias.data.normal_()
+    return model
+
+
+LOGITS, INPUT = "head and soft-cap do not give its logits", "is not the first layer's input"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=1.25)), rf"\(granite\): {LOGITS}"),
+        (lambda: GraniteForCausalLM(GraniteConfig(**SIZES, embedding_multiplier=12.0)), rf"embedding \* 1 {INPUT}"),
+        (lambda: CohereForCausalLM(CohereConfig(**SIZES)), rf"\(cohere\): {LOGITS}"),
+        (phi_with_a_head_bias, rf"\(phi\): {LOGITS}"),
+        (lambda: Gemma3ForConditionalGeneration(capped_multimodal()), rf"\(gemma3_text\): {LOGITS}"),
+        (lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES)), "capped attention scores"),
+    ],
+    ids=["granite-logits", "granite-embedding", "cohere", "phi", "gemma3-multimodal", "gemma2"],
+)
+def test_unknown_conventions_are_refused(
+    make: Callable[[], PreTrainedModel], complaint: str, dtype: str, tmp_path: Path
+) -> None:
+    """Wrong by a quarter and more: what would train a drafter on other logits than the target's."""
+    torch.manual_seed(0)
+    make().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=complaint):
+        load_target(config_of(str(tmp_path), dtype=dtype), torch.device("cpu"))
+
+
+def capped_multimodal() -> Gemma3Config:
+    config = deepcopy(build("gemma3_multimodal").model.config)
+    config.text_config.final_logit_softcapping = 1.0
+    return config
 
 
 def test_identity_follows_weights_and_config(tmp_path: Path) -> None:
@@ -136,11 +240,36 @@ def test_a_spec_survives_its_dictionary_and_names_what_is_missing() -> None:
         TargetSpec.from_dict(values | {"head_size": 8})
 
 
-def test_a_spec_takes_the_rotary_base_of_full_attention_layers() -> None:
+def test_a_spec_takes_the_rotary_parameters_of_full_attention_layers() -> None:
     assert build("qwen3").spec.rope_parameters == {"rope_type": "default", "rope_theta": 10_000.0}
     assert build("gemma3").spec.rope_parameters["rope_theta"] == 1_000_000.0
+    assert build("gemma4").spec.rope_parameters == {
+        "rope_type": "proportional",
+        "rope_theta": 1_000_000.0,
+        "partial_rotary_factor": 0.25,
+    }
     old = LlamaConfig(**SIZES, rope_theta=5e5)  # as transformers 4 wrote it
     assert TargetSpec.from_config(old).rope_parameters["rope_theta"] == 5e5
+    assert TargetSpec.from_config(PhiConfig(**SIZES)).rope_parameters["partial_rotary_factor"] == 0.5
+
+
+def test_rotary_parameters_of_old_files_are_gathered() -> None:
+    scaling = {"type": "linear", "factor": 4.0}
+    old = {"rope_theta": 5e5, "partial_rotary_factor": 0.25, "rope_scaling": scaling, "rope_parameters": None}
+    expected = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5, "partial_rotary_factor": 0.25}
+    assert rope_parameters(old) == expected
+    assert rope_parameters({}) == {"rope_type": "default", "rope_theta": 10_000.0}
+    assert rope_parameters({**old, "rope_parameters": {"rope_theta": 2.0, "partial_rotary_factor": 0.5}}) == {
+        "rope_type": "default",
+        "rope_theta": 2.0,
+        "partial_rotary_factor": 0.5,
+    }
+
+
+def test_full_attention_layers_without_positions_are_refused() -> None:
+    kinds = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": None}
+    with pytest.raises(ValueError, match="has no set for full_attention layers"):
+        rope_parameters({"rope_parameters": kinds})
 
 
 def test_a_config_without_a_decoder_is_refused() -> None:

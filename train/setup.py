@@ -6,7 +6,14 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from models.base import Drafter
-from models.target import TargetConfig, choose_mask_token, feature_layer_ids, load_frozen, load_spec, read_tensors
+from models.target import (
+    TargetConfig,
+    choose_mask_token,
+    decoder_tensors,
+    feature_layer_ids,
+    load_frozen,
+    load_spec,
+)
 
 
 def build_drafter(
@@ -32,7 +39,9 @@ def build_drafter(
 def start_from_target(drafter: Drafter, target: TargetConfig) -> None:
     """Copy the target's last decoder layers and its final norm into the drafter's, by Hugging Face names.
 
-    Parameters that the target lacks (q/k norms, say) keep their initial value. Raises ValueError where nothing fits.
+    Parameters that the target lacks (q/k norms, say) keep their initial value. Raises ValueError where nothing fits,
+    and where the target's layers hold more than the drafter's: then equal names need not mean the same (Gemma's
+    post_attention_layernorm stands elsewhere, and its norms add one).
     """
     layers = drafter.warm_start_layers()
     if layers is None:
@@ -44,7 +53,18 @@ def start_from_target(drafter: Drafter, target: TargetConfig) -> None:
         for name, parameter in layer.named_parameters()
     }
     names["norm.weight"] = drafter.get_parameter("norm.weight")
-    found = read_tensors(target, tuple(names))
+    roots = tuple(f"layers.{first + index}." for index in range(len(layers)))
+    stored = {
+        name: tensor
+        for name, tensor in decoder_tensors(target).items()
+        if name in names or (name.startswith(roots) and not name.endswith(".inv_freq"))  # old files keep that buffer
+    }
+    if unknown := sorted({name.split(".", 2)[2] for name in stored if name not in names}):
+        raise ValueError(
+            f"warm_start=true: layers of target.path={target.path} hold {', '.join(unknown)}, which the drafter's "
+            "layers do not have; use warm_start=false"
+        )
+    found = {name: tensor.read() for name, tensor in stored.items()}
     misshaped = [name for name, tensor in found.items() if tensor.shape != names[name].shape]
     if not found or misshaped:
         raise ValueError(

@@ -29,7 +29,8 @@ def main(node: DictConfig) -> None:
         with stage(folder, "train", is_main=accelerator.is_main_process):
             set_seed(config.seed)  # initial weights: the same on every process
             identity, store = target_identity(target_config), FeatureStore(Path(config.store))
-            drafter = build_drafter(model, target_config, load_tokenizer(target_config), accelerator, config.warm_start)
+            tokenizer = load_tokenizer(target_config)
+            drafter = build_drafter(model, target_config, tokenizer, store, accelerator, warm_start=config.warm_start)
             if accelerator.is_main_process:
                 write_provenance(folder / "train_provenance.json", node, sys.argv)
             train(config, drafter, store, identity, accelerator, run_config=provenance(node, sys.argv))

@@ -1,10 +1,13 @@
 """Building the drafter that a run trains: sizes from the target, frozen tensors bound, optional warm start."""
 
+import logging
 from typing import Any
 
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
+from data.store import FeatureStore
+from data.vocab import choose_draft_vocabulary, count_supervised_tokens
 from models.base import Drafter
 from models.target import (
     TargetConfig,
@@ -15,12 +18,16 @@ from models.target import (
     load_spec,
 )
 
+log = logging.getLogger(__name__)
+
 
 def build_drafter(
     model: Any,
     target: TargetConfig,
     tokenizer: PreTrainedTokenizerBase,
+    store: FeatureStore,
     accelerator: Accelerator,
+    *,
     warm_start: bool,
 ) -> Drafter:
     """`model` is the drafter's typed config. Only embedding and head of the target are read, not the whole model."""
@@ -33,7 +40,20 @@ def build_drafter(
     if warm_start:
         start_from_target(drafter, target)
     embedding, head = (tensor.to(accelerator.device) for tensor in load_frozen(target, spec))
-    return drafter.bind(embedding, head)
+    drafter.bind(embedding, head)
+    if drafter.draft_vocab_size is not None:
+        set_draft_vocabulary(drafter, drafter.draft_vocab_size, store)
+    drafter.copy_from_bound()
+    return drafter
+
+
+def set_draft_vocabulary(drafter: Drafter, size: int, store: FeatureStore) -> None:
+    """Counted anew from the run's own store each time: nothing that could belong to other data or another size."""
+    counts = count_supervised_tokens(store, drafter.spec.vocab_size)
+    token_ids = choose_draft_vocabulary(counts, size, drafter.spec.eos_token_ids)
+    drafter.use_draft_vocabulary(token_ids)
+    covered = float(counts[token_ids].sum() / counts.sum())
+    log.info("train: the draft vocabulary of %d tokens covers %.2f %% of supervised tokens", size, 100 * covered)
 
 
 def start_from_target(drafter: Drafter, target: TargetConfig) -> None:

@@ -25,11 +25,7 @@ def choose_draft_vocabulary(counts: Tensor, size: int, stop_token_ids: Sequence[
     Without them a drafter could never propose an end. Ties, and places that no supervised token claims, go to the
     lower id, so equal stores give equal vocabularies (EAGLE-3 section 3).
     """
-    if not len(stop_token_ids) < size <= len(counts):
-        raise ValueError(
-            f"model.draft_vocab_size must be more than the {len(stop_token_ids)} stop tokens and at most {len(counts)}, "
-            f"got {size}"
-        )
+    assert len(stop_token_ids) < size <= len(counts), (size, len(counts))
     first = counts.clone()
     first[list(stop_token_ids)] = counts.max() + 1
     return first.argsort(descending=True, stable=True)[:size].sort().values

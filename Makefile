@@ -6,13 +6,16 @@ BIN := $(VENV)/bin
 PROMPTS_DIR ?= $(wildcard ../shared/prompts)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check format
+.PHONY: help demo drafters test test-slow check format
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/installed  ## the whole path on a real target: answers, features, training, measuring, export
 	@PROMPTS_DIR="$(PROMPTS_DIR)" launch/demo.sh
+
+drafters: $(VENV)/installed  ## the demo's three drafters side by side: equal data, equal steps, one table
+	@launch/drafters.sh
 
 test: $(VENV)/installed  ## the fast tests, offline, under 6 minutes on two cores
 	$(BIN)/pytest -m "not slow and not gpu"

@@ -25,10 +25,14 @@ def main(node: DictConfig) -> None:
         folder = Path(config.output_dir)
         target_config = prepare_target(node.target, folder, accelerator)
         with stage(folder, "eval"):
-            subject = load_subject(config.draft, target_config, target_identity(target_config), accelerator.device)
-            target = load_target(target_config, accelerator.device, layer_ids=subject.layer_ids)
-            subject.bind(target)
-            Harness(config, target, target_config, load_tokenizer(target_config)).run(subject)
+            identity, device = target_identity(target_config), accelerator.device
+            subjects = [
+                load_subject(draft, target_config, identity, device) for draft in (config.draft, *config.compare)
+            ]
+            target = load_target(target_config, device, layer_ids=())
+            for subject in subjects:
+                subject.bind(target)
+            Harness(config, target, target_config, load_tokenizer(target_config)).run(subjects[0], subjects[1:])
         write_provenance(folder / "eval_provenance.json", node, sys.argv)
         sys.stdout.write(render(write_summary(folder, read_stages(folder))))
 

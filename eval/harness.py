@@ -37,6 +37,7 @@ class EvalConfig:
     output_dir: str
     target: Any
     draft: str
+    compare: list[str]
     tasks: list[str]
     prompts_dir: str | None
     num_prompts: int | None
@@ -81,11 +82,13 @@ class Harness:
             "extra": self._load(config.extra_tasks, config.num_extra_prompts),
         }
 
-    def run(self, subject: Subject) -> dict[str, Any]:
-        """All passes of `subject` and its baselines; returns the report and writes eval/report.json."""
+    def run(self, subject: Subject, compared: Sequence[Subject] = ()) -> dict[str, Any]:
+        """All passes of `subject`, its baselines and the drafters it is compared with, on the same prompts; returns the
+        report and writes eval/report.json."""
         length = parse_length(self.config.num_draft_tokens, subject)
         choice = self._choose_length(subject) if length == "auto" else None
-        passes = [self._pass(plan) for plan in self._plans(subject, length, choice)]
+        plans = [*self._plans(subject, length, choice), *self._compared_plans(compared)]
+        passes = [self._pass(plan) for plan in plans]
         report = build_report(passes, self._identities(passes), choice)
         report["transformers_generate"] = self._against_transformers(passes)
         report["peak_rss_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -94,8 +97,8 @@ class Harness:
 
     def _plans(self, subject: Subject, length: int | str, choice: LengthChoice | None) -> Iterator[PassPlan]:
         """Baselines at the first temperature; the drafter at each, with `auto` at its own length and the chosen one."""
-        config = self.config
-        fixed, schedule = Schedule(ScheduleName.fixed, 0), Schedule(config.schedule, config.confidence_threshold)
+        config, schedule = self.config, self._schedule
+        fixed = Schedule(ScheduleName.fixed, 0)
         own = subject.drafter.num_draft_tokens if subject.drafter is not None else 0
         full = own if choice is not None or length == 0 else length
         assert isinstance(full, int)
@@ -112,6 +115,20 @@ class Harness:
         if self.prompts["extra"] and subject.drafter is not None:
             yield PassPlan(subject, 0.0, full, schedule, config.rule, "extra")
 
+    def _compared_plans(self, compared: Sequence[Subject]) -> Iterator[PassPlan]:
+        """Each at every temperature, at the configured length or (null, auto) as trained."""
+        for subject in compared:
+            length = parse_length(self.config.num_draft_tokens, subject)
+            if length == "auto":
+                length = parse_length(None, subject)
+            assert isinstance(length, int)
+            for temperature in parse_temperatures(self.config.temperature):
+                yield PassPlan(subject, temperature, length, self._schedule, self.config.rule, "main")
+
+    @property
+    def _schedule(self) -> Schedule:
+        return Schedule(self.config.schedule, self.config.confidence_threshold)
+
     def _load(self, names: Sequence[str], num_prompts: int | None) -> list[Prompt]:
         if not names:
             return []
@@ -127,7 +144,8 @@ class Harness:
         if path.is_file():
             return LengthChoice(**read_json(path))
         sample = self._render(self.prompts["main"][: self.config.batch_size])
-        choice = choose_num_draft_tokens(self.target, subject.drafter, sample, self._decode_config(0.0, 0))
+        target = self.target.capturing(subject.layer_ids)
+        choice = choose_num_draft_tokens(target, subject.drafter, sample, self._decode_config(0.0, 0))
         write_json(path, asdict(choice))
         return choice
 
@@ -168,9 +186,10 @@ class Harness:
         if path.is_file():
             return Pass.from_dict(read_json(path))
         label = f"{plan.subject.name} T={plan.temperature:g} K={plan.num_draft_tokens} {plan.task_set}"
+        target = self.target.capturing(plan.subject.layer_ids)
         with tqdm(total=len(prompts), desc=label, unit="prompt") as progress:
             result = decode(
-                self.target, plan.subject.drafter, rendered, config, on_finish=lambda _generation: progress.update()
+                target, plan.subject.drafter, rendered, config, on_finish=lambda _generation: progress.update()
             )
         finished = Pass(
             about=about,

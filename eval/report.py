@@ -88,6 +88,8 @@ def render(report: Mapping[str, Any]) -> str:
         about = f"{extra[0]['num_prompts']} prompts, at most {extra[0]['max_new_tokens']} new tokens"
         lines += [f"Benchmark prompts, another distribution than the training prompts ({about}):", ""]
         lines += [*_table(extra), ""]
+    lines += ["Conditional acceptance: P(draft token k is accepted | those before it were), pooled:", ""]
+    lines += [*_conditional_table(main), ""]
     lines += [NOTE, ""]
     lines += [line for row in main if (line := speed_remark(row))]
     lines += _length_lines(report.get("length_choice"))
@@ -152,7 +154,23 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
                 {True: "yes", False: "NO", None: "-"}[row["outputs_identical_to_vanilla"]],
             ]
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return _aligned(lines)
+
+
+def _conditional_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    longest = max(len(row["conditional_acceptance"]) for row in rows)
+    head = ["drafter", "T", "K", "layout", *(str(k + 1) for k in range(longest))]
+    lines = [head, ["---"] * len(head)]
+    for row in rows:
+        values = [*row["conditional_acceptance"], *[None] * longest][:longest]
+        name = [row["drafter"], f"{row['temperature']:g}", str(row["num_draft_tokens"]), row["slot_layout"] or "-"]
+        lines.append(name + [_number(value) for value in values])
+    return _aligned(lines)
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Markdown rows whose columns line up in a terminal as well."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     padded = [
         [cell.ljust(width, "-" if cell == "---" else " ") for cell, width in zip(line, widths, strict=True)]
         for line in lines

@@ -4,6 +4,7 @@ Generation, extraction and the runtime all go through `Target`. Features are cau
 outputs, never by position in `hidden_states`, whose last entry is normed while the others are not.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -79,6 +80,12 @@ class Target:
     @property
     def device(self) -> torch.device:
         return self.head.device
+
+    def capturing(self, layer_ids: tuple[int, ...]) -> "Target":
+        """The same weights, read out at other layers."""
+        other = copy.copy(self)
+        other.layer_ids = layer_ids
+        return other
 
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
         return KVCache(len(self.layers), batch_size, capacity, self.device)

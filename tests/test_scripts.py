@@ -107,6 +107,27 @@ def test_eval_accepts_the_exported_folder_and_measures_the_same(
         assert again[key] == ours[key], key
 
 
+def test_every_drafter_trains_and_is_measured_by_the_same_commands(
+    script: Script, prompts_file: Path, finished_run: Path, tmp_path: Path
+) -> None:
+    small = ["num_steps=30", "batch_size=8", "micro_batch_size=8", "optim.learning_rate=5e-3"]
+    for model in ("dflash", "eagle3"):
+        layers = [] if model == "eagle3" else ["model.num_layers=1"]
+        out = [f"model={model}", f"output_dir={tmp_path / model}", f"store={finished_run / 'store'}"]
+        script("train", *out, *small, *layers, "model.num_draft_tokens=3")
+    compared = ",".join(str(tmp_path / model / "checkpoints") for model in ("dflash", "eagle3"))
+    evaluate = [f"tasks=[{prompts_file}]", "num_prompts=6", "max_new_tokens=16", "batch_size=4"]
+    evaluate += [f"draft={finished_run / 'checkpoints'}", f"compare=[{compared}]", f"output_dir={tmp_path}"]
+    shown = script("eval", *evaluate)
+    rows = {row["drafter"]: row for row in json.loads((tmp_path / "eval" / "report.json").read_text())["rows"]}
+    assert set(rows) == {"vanilla", "ngram", "dspark", "dflash", "eagle3"}
+    for name in ("dspark", "dflash", "eagle3"):
+        assert rows[name]["outputs_identical_to_vanilla"] and rows[name]["accepted"] > 0, name
+        assert len(rows[name]["conditional_acceptance"]) == 3
+        assert f"| {name}" in shown.split("Conditional acceptance")[1]
+    assert rows["eagle3"]["slot_layout"] is None
+
+
 def test_a_second_run_keeps_finished_work(script: Script, prompts_file: Path, finished_run: Path) -> None:
     before = {
         path: path.stat().st_mtime_ns

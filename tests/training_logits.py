@@ -38,7 +38,7 @@ def training_logits(drafter: BlockDrafter, batch: DraftBatch) -> TrainingLogits:
         mask=drafter.supervised_slots(batch).mask,
         labels=options["labels"],
         draft=dense_logits(hidden, options),
-        target=dense_logits(teacher, {**options, "bias_input": None}),
+        target=dense_logits(teacher, {**options, "bias_input": None, "draft_head": None}),
         confidence=confidences[0].detach() if confidences else None,
         loss=loss,
     )
@@ -46,8 +46,9 @@ def training_logits(drafter: BlockDrafter, batch: DraftBatch) -> TrainingLogits:
 
 @torch.no_grad()
 def dense_logits(states: Tensor, options: dict[str, Any]) -> Tensor:
-    """[R, D] -> [R, V] by the definition in `vocab_loss`: head, soft cap, then bias."""
-    logits = states @ options["head"].T
+    """[R, D] -> [R, V] by the definition in `vocab_loss`: head (the draft's own where it has one), soft cap, bias."""
+    own = options.get("draft_head")
+    logits = states @ (options["head"] if own is None else own.weight).T
     if options["softcap"] is not None:
         logits = options["softcap"] * torch.tanh(logits / options["softcap"])
     return logits if options["bias_input"] is None else logits + options["bias_input"] @ options["bias_head"].T

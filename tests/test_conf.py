@@ -74,11 +74,36 @@ def test_every_experiment_composes_with_every_script(script: str, experiment: st
     compose_and_type(script, [f"experiment={experiment}"])
 
 
+@pytest.mark.parametrize("experiment", options("experiment"))
+@pytest.mark.parametrize("model", options("model"))
+def test_every_experiment_composes_with_every_drafter(model: str, experiment: str) -> None:
+    compose_and_type("train", [f"experiment={experiment}", f"model={model}"])
+
+
+def test_an_experiment_sets_the_options_of_the_chosen_drafter_only() -> None:
+    node = compose_and_type("train", ["experiment=demo", "model=eagle3"])
+    assert node.model.num_draft_tokens == 4 and "num_layers" not in node.model
+    assert compose_and_type("train", ["experiment=demo", "model=dspark"]).model.markov_rank == 64
+
+
+def test_the_reference_recipe_of_eagle3_fuses_all_layers_with_qk_norms() -> None:
+    model = compose_and_type("train", ["experiment=deepspec", "model=eagle3"]).model
+    assert model.qk_norm and model.num_fused_layers is None
+    portable = compose_and_type("train", ["model=eagle3"]).model
+    assert not portable.qk_norm and portable.num_fused_layers == 3
+
+
 def test_no_yaml_is_out_of_reach() -> None:
     """A file that no test above composes would rot."""
     known = {f"{script}.yaml" for script in SCRIPTS}
     known |= {f"{group}/{name}.yaml" for group in ("target", "model", "experiment") for name in options(group)}
     known |= {f"experiment/{s}/{name}.yaml" for s in SCRIPTS for name in options(f"experiment/{s}")}
+    pairs = [(experiment, model) for experiment in options("experiment") for model in options("model")]
+    known |= {
+        f"experiment/train/model/{experiment}_{model}.yaml"
+        for experiment, model in pairs
+        if f"{experiment}_{model}" in options("experiment/train/model")
+    }
     found = {str(path.relative_to(CONF)) for path in CONF.rglob("*.yaml")}
     assert found == known
     for script in SCRIPTS:

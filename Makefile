@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PROMPTS_DIR ?= $(wildcard ../shared/prompts)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo drafters test test-slow check format
+.PHONY: help demo drafters test test-slow test-engines check format
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,10 +18,13 @@ drafters: $(VENV)/installed  ## the demo's three drafters side by side: equal da
 	@launch/drafters.sh
 
 test: $(VENV)/installed  ## the fast tests, offline, under 6 minutes on two cores
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/pytest -m "not slow and not gpu and not engine"
 
 test-slow: $(VENV)/installed  ## kill loops, launcher matrix, statistics in full; writes outputs/slow.json
-	$(BIN)/pytest -m "slow and not gpu" --slow-report outputs/slow.json
+	$(BIN)/pytest -m "slow and not gpu and not engine" --slow-report outputs/slow.json
+
+test-engines: $(VENV)/engines  ## exported drafters served by llama.cpp against our own runtime
+	$(BIN)/pytest -m "engine and not gpu"
 
 check: $(VENV)/installed  ## lint, format and types
 	$(BIN)/ruff check .
@@ -39,4 +42,8 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV) && \
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' && \
 	echo "{\"seconds\": $$(( $$(date +%s) - began )), \"peak_rss_gib\": 0}" > $(VENV)/setup.json && \
+	touch $@
+
+$(VENV)/engines: $(VENV)/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[engines]'
 	touch $@

@@ -12,7 +12,7 @@ from eval.report import model_card, render, write_summary
 from models.checkpoint import check_target, load_drafter, resolve_folder
 from models.config import register, to_dataclass
 from models.export import ExportConfig, export_drafter
-from models.target import dtype_of, load_frozen, load_spec, target_identity
+from models.target import dtype_of, load_frozen, load_spec, load_tokenizer, target_identity
 
 register("export_schema", ExportConfig)
 
@@ -29,8 +29,11 @@ def main(node: DictConfig) -> None:
             drafter = load_drafter(draft, target=spec).drafter.bind(*load_frozen(target, spec))
             check_target(draft, drafter, target, target_identity(target))
             summary = write_summary(folder, read_stages(folder))
-            card = model_card(summary, type(drafter).__name__, target.name, provenance(node, sys.argv))
-            export_drafter(drafter, Path(config.out), engine=config.engine, dtype=dtype_of(config.dtype), card=card)
+            made = provenance(node, sys.argv)
+            card = model_card(summary, type(drafter).__name__, target.name, made, engine=config.engine)
+            tokens = load_tokenizer(target).convert_ids_to_tokens(list(range(drafter.spec.vocab_size)))
+            out, dtype = Path(config.out), dtype_of(config.dtype)
+            export_drafter(drafter, out, engine=config.engine, dtype=dtype, card=card, tokens=tokens)
         sys.stdout.write(render(write_summary(folder, read_stages(folder))))
 
 

@@ -84,12 +84,12 @@ def render(report: Mapping[str, Any]) -> str:
         *_table(main),
         "",
     ]
+    lines += ["Conditional acceptance: P(draft token k is accepted | those before it were), pooled:", ""]
+    lines += [*_conditional_table(main), ""]
     if extra:
         about = f"{extra[0]['num_prompts']} prompts, at most {extra[0]['max_new_tokens']} new tokens"
         lines += [f"Benchmark prompts, another distribution than the training prompts ({about}):", ""]
         lines += [*_table(extra), ""]
-    lines += ["Conditional acceptance: P(draft token k is accepted | those before it were), pooled:", ""]
-    lines += [*_conditional_table(main), ""]
     lines += [NOTE, ""]
     lines += [line for row in main if (line := speed_remark(row))]
     lines += _length_lines(report.get("length_choice"))
@@ -182,19 +182,27 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-SERVE = """vllm serve TARGET --speculative-config '{"method": "dspark", "model": "THIS_FOLDER",
-  "num_speculative_tokens": K, "draft_sample_method": "probabilistic"}'"""
+# How an exported folder is served, by engine.
+SERVE = {
+    "deepspec": """vllm serve TARGET --speculative-config '{"method": "dspark", "model": "THIS_FOLDER",
+  "num_speculative_tokens": K, "draft_sample_method": "probabilistic"}'""",
+    "gguf": "llama-server --model TARGET.gguf --spec-draft-model DRAFTER.gguf --spec-draft-n-max K",
+}
 
 
-def model_card(summary: Mapping[str, Any], drafter: str, target: str, provenance: Mapping[str, Any]) -> str:
+def model_card(
+    summary: Mapping[str, Any], drafter: str, target: str, provenance: Mapping[str, Any], *, engine: str
+) -> str:
     """README.md of an exported folder: what it is, how to serve it, what was measured, where it comes from."""
-    measured = render(summary) if "rows" in summary else "Not measured yet: run eval.py on this folder.\n"
+    if engine not in SERVE:
+        raise ValueError(f"engine must be one of {', '.join(SERVE)}, got {engine!r}")
+    measured = render(summary) if "rows" in summary else "Not measured yet: run eval.py.\n"
     versions = ", ".join(f"{name} {version}" for name, version in provenance.get("versions", {}).items())
     return (
         f"# {drafter} drafter for {target}\n\n"
         f"A speculative-decoding drafter trained with Draftsmith. It proposes tokens that {target} verifies, so the "
         "target's output distribution is unchanged.\n\n"
-        f"## Serving\n\n```\n{SERVE}\n```\n\n"
+        f"## Serving\n\n```\n{SERVE[engine]}\n```\n\n"
         f"## Measured\n\n{measured}\n"
         f"## Provenance\n\ncommit {provenance.get('git_commit', 'unknown')}; {versions or 'versions unknown'}\n\n"
         f"command: `{provenance.get('command', 'unknown')}`\n"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from models.base import DraftBatch, DraftLoss, Proposal, Serving, SlotLayout
 from models.block import BlockConfig, BlockDrafter, BlockState
+from models.gguf import dflash_backbone
 from models.sampling import Purpose, Sampler
 from models.spec import TargetSpec
 
@@ -43,9 +44,13 @@ class DFlash(BlockDrafter):
         return Proposal(tokens=tokens, probs=probs, lengths=torch.full_like(last, num_draft_tokens))
 
     def serving(self, engine: str) -> Serving:
-        """DeepSpec's layout: the class of DSpark with both heads off."""
+        """DeepSpec's layout (its class of DSpark with both heads off), or GGUF."""
+        if engine == "gguf":
+            backbone = dflash_backbone(self)
+            metadata = backbone.config | {"dflash.has_confidence_head": False}  # absent would mean true
+            return Serving(config=metadata, renames=backbone.renames, with_embedding=False)
         if engine != "deepspec":
-            raise ValueError(f"engine={engine} cannot be written for DFlash; choose engine=deepspec")
+            raise ValueError(f"engine={engine} cannot be written for DFlash; choose engine=deepspec or engine=gguf")
         return deepspec_serving(self, markov_rank=0, enable_confidence_head=False)
 
 

@@ -1,5 +1,6 @@
-"""Drafter folders in an engine's layout: what engines load, written from `Drafter.serving` and read back."""
+"""Drafters in an engine's layout: what engines load, written from `Drafter.serving` and read back."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 from models.base import Drafter
 from models.checkpoint import CONFIG, WEIGHTS, load_drafter
 from models.files import write_atomic, write_json, write_text
+from models.gguf import write_gguf_drafter
 from models.spec import TargetSpec
 
 
@@ -26,11 +28,31 @@ class ExportConfig:
     out: str
 
 
-def export_drafter(drafter: Drafter, folder: Path, *, engine: str, dtype: torch.dtype, card: str) -> None:
-    """Write config.json, model.safetensors and the model card README.md in an engine's layout.
+def export_drafter(
+    drafter: Drafter,
+    folder: Path,
+    *,
+    engine: str,
+    dtype: torch.dtype,
+    card: str,
+    tokens: Sequence[str | None] = (),  # of the target, by id; only GGUF lists them
+) -> None:
+    """Write the model card README.md and the drafter: `<drafter>.gguf`, or config.json and model.safetensors.
 
-    The folder is re-read and compared with the drafter before this returns.
+    What was written is re-read and compared with the drafter before this returns.
     """
+    foreign = next(folder.glob(CONFIG if engine == "gguf" else "*.gguf"), None)
+    if foreign is not None:
+        raise ValueError(f"out={folder} holds {foreign.name}, made for another engine: choose a folder for this one")
+    if engine == "gguf":
+        path = folder / f"{type(drafter).__name__.lower()}.gguf"
+        write_gguf_drafter(drafter, path, dtype=dtype, tokens=tokens)
+        write_text(folder / "README.md", card)
+    else:
+        _export_folder(drafter, folder, engine=engine, dtype=dtype, card=card)
+
+
+def _export_folder(drafter: Drafter, folder: Path, *, engine: str, dtype: torch.dtype, card: str) -> None:
     serving = drafter.serving(engine)
     weights = {serving.renames.get(name, name): tensor for name, tensor in drafter.state_dict().items()}
     if serving.with_embedding:

@@ -134,8 +134,8 @@ def test_exports_that_an_engine_cannot_serve_are_refused(
     in_place = build_dspark(tiny_target, tiny_target_config, slot_layout=SlotLayout.in_place)
     with pytest.raises(ValueError, match="deepspec format has no slot_layout=in_place"):
         export_drafter(in_place, tmp_path / "out", engine="deepspec", dtype=torch.float32, card="")
-    with pytest.raises(ValueError, match="engine=gguf cannot be written for DSpark"):
-        export_drafter(tiny_dspark, tmp_path / "out", engine="gguf", dtype=torch.float32, card="")
+    with pytest.raises(ValueError, match="engine=sglang cannot be written for DSpark"):
+        export_drafter(tiny_dspark, tmp_path / "out", engine="sglang", dtype=torch.float32, card="")
     assert not (tmp_path / "out").exists()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from accelerate import PartialState
+from gguf import GGUFReader
 from hydra.core.global_hydra import GlobalHydra
 from safetensors.torch import load_file, save_file
 
@@ -126,6 +127,21 @@ def test_every_drafter_trains_and_is_measured_by_the_same_commands(
         assert len(rows[name]["conditional_acceptance"]) == 3
         assert f"| {name}" in shown.split("Conditional acceptance")[1]
     assert rows["eagle3"]["slot_layout"] is None
+
+
+def test_export_writes_gguf_with_the_tokens_of_the_target(script: Script, finished_run: Path, tmp_path: Path) -> None:
+    script("export", f"output_dir={finished_run}", "engine=gguf", "dtype=bfloat16", f"out={tmp_path / 'out'}")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"dspark.gguf", "README.md"}
+    assert "llama-server" in (tmp_path / "out" / "README.md").read_text()
+    strings = GGUFReader(tmp_path / "out" / "dspark.gguf").fields["tokenizer.ggml.tokens"].contents()
+    assert strings == tiny_tokenizer().convert_ids_to_tokens(list(range(len(strings))))
+
+
+def test_an_unknown_engine_is_named_with_the_choices(
+    fails: Callable[..., str], finished_run: Path, tmp_path: Path
+) -> None:
+    error = fails("export", f"output_dir={finished_run}", "engine=ggml", f"out={tmp_path / 'out'}")
+    assert "deepspec, gguf" in error and "ggml" in error and not (tmp_path / "out").exists()
 
 
 def test_a_second_run_keeps_finished_work(script: Script, prompts_file: Path, finished_run: Path) -> None:

@@ -1,0 +1,184 @@
+"""Exported drafters in llama.cpp: the same tokens, and the same drafts proposed and accepted, prompt by prompt.
+
+How llama.cpp (11549) counts, and how its counts follow from our rounds:
+- With r tokens to go it drafts at most r - 1, so that drafts and bonus token never overshoot; both counts of a round
+  are capped there. Our rounds are in full.
+- Sampling stops at an accepted end token, which is then counted as that round's bonus token: one accepted draft less
+  than in our round. What was drafted behind it counts as proposed; our round stops counting at the end token.
+- The first token comes from the prompt's own forward, in both.
+A mean over prompts hides faults that these pairs show: a drafter that reads the wrong layers loses a few per cent only.
+"""
+
+import copy
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data.store import FeatureStore
+from eval.decode import DecodeConfig, Generation, decode
+from eval.schedule import Schedule, ScheduleName
+from eval.verify import Rule
+from models.base import Serving, SlotLayout
+from models.dspark import DSpark
+from models.export import export_drafter
+from models.sampling import SamplingConfig
+from models.target import Target, TargetConfig
+from tests.conftest import build_dspark, train_briefly
+from tests.gguf_target import write_target
+from tests.llama_cpp import Served, serve
+
+NUM_TOKENS, NUM_DRAFT_TOKENS = 48, 4
+UNSEEN = 0  # <pad>, which the tiny target never says: as end token it lets every answer run to NUM_TOKENS
+GREEDY = SamplingConfig(0.0, 0, 1.0, 0.0, 0)
+HEADLESS = {"markov_rank": 0, "confidence": False, "confidence_with_markov": False, "l1_weight": 0.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(autouse=True)
+def installed() -> None:
+    if find_spec("xllamacpp") is None:
+        missing = "xllamacpp is not installed: `make test-engines` installs it"
+        if os.environ.get("CI") == "true":
+            pytest.fail(missing)
+        pytest.skip(missing)
+
+
+@pytest.fixture(scope="module")
+def endless(tiny_target: Target) -> Target:
+    """The tiny target, whose end token ends nothing."""
+    target = copy.copy(tiny_target)
+    target.spec = replace(target.spec, eos_token_ids=(UNSEEN,))
+    return target
+
+
+def runtime(target: Target, drafter: DSpark, prompts: list[list[int]], threshold: float) -> list[Generation]:
+    schedule = Schedule(ScheduleName.confidence if threshold else ScheduleName.fixed, threshold)
+    config = DecodeConfig(NUM_TOKENS, len(prompts), NUM_DRAFT_TOKENS, Rule.ratio, schedule, GREEDY)
+    return decode(target, drafter, prompts, config).generations
+
+
+def as_llama_cpp_counts(generation: Generation) -> Served:
+    """See above. Behind an accepted end token NUM_DRAFT_TOKENS are assumed proposed: schedule=fixed only."""
+    to_go, proposed, accepted = NUM_TOKENS - 1, 0, 0
+    for round_ in generation.rounds:
+        ended = not round_.bonus
+        proposed += min(NUM_DRAFT_TOKENS if ended else round_.proposed, to_go - 1)
+        accepted += min(round_.accepted - ended, to_go - 1)
+        to_go -= round_.accepted + round_.bonus
+    return Served(generation.tokens, proposed, accepted)
+
+
+def llama_cpp(
+    target: Target,
+    drafter: DSpark,
+    prompts: list[list[int]],
+    folder: Path,
+    *,
+    threshold: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+) -> list[Served]:
+    """Export with our own function and serve."""
+    write_target(target, folder / "target.gguf", end_token_id=target.spec.eos_token_ids[0])
+    export_drafter(drafter, folder, engine="gguf", dtype=dtype, card="")
+    options: dict[str, Any] = {"num_draft_tokens": NUM_DRAFT_TOKENS, "num_tokens": NUM_TOKENS, "threshold": threshold}
+    return serve(folder / "target.gguf", folder / "dspark.gguf", prompts, **options)
+
+
+def dspark(target: Target, config: TargetConfig, store: FeatureStore) -> DSpark:
+    return train_briefly(build_dspark(target, config, num_layers=2), store)
+
+
+def without_markov_head(target: Target, config: TargetConfig, store: FeatureStore) -> DSpark:
+    return train_briefly(build_dspark(target, config, **HEADLESS), store, num_steps=150)
+
+
+def in_place(target: Target, config: TargetConfig, store: FeatureStore) -> DSpark:
+    return train_briefly(
+        build_dspark(target, config, slot_layout=SlotLayout.in_place, **HEADLESS), store, num_steps=150
+    )
+
+
+def scaled_rotary(target: Target, config: TargetConfig, store: FeatureStore) -> DSpark:
+    """As for a Llama 3.1 target; only the drafter's own positions are scaled here."""
+    rope = {**LLAMA3, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+    scaled = copy.copy(target)
+    scaled.spec = replace(target.spec, rope_parameters=rope)
+    return train_briefly(build_dspark(scaled, config), store)
+
+
+@pytest.mark.parametrize("make", [dspark, without_markov_head, in_place, scaled_rotary])
+def test_llama_cpp_proposes_and_accepts_what_the_runtime_does(
+    make: Callable[..., DSpark],
+    endless: Target,
+    tiny_target_config: TargetConfig,
+    tiny_store: FeatureStore,
+    tiny_prompts: list[list[int]],
+    tmp_path: Path,
+) -> None:
+    drafter = make(endless, tiny_target_config, tiny_store)
+    expected = [as_llama_cpp_counts(g) for g in runtime(endless, drafter, tiny_prompts, 0.0)]
+    assert all(len(answer.tokens) == NUM_TOKENS for answer in expected)
+    assert len({answer.accepted for answer in expected}) > 3  # it would notice a mix-up of prompts
+    assert llama_cpp(endless, drafter, tiny_prompts, tmp_path) == expected
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.65])
+def test_the_confidence_threshold_is_llama_cpps_p_min(
+    threshold: float, endless: Target, tiny_dspark: DSpark, tiny_prompts: list[list[int]], tmp_path: Path
+) -> None:
+    generations = runtime(endless, tiny_dspark, tiny_prompts, threshold)
+    lengths = {round_.proposed for generation in generations for round_ in generation.rounds}
+    assert lengths == set(range(NUM_DRAFT_TOKENS + 1))
+    served = llama_cpp(endless, tiny_dspark, tiny_prompts, tmp_path, threshold=threshold)
+    assert served == [as_llama_cpp_counts(generation) for generation in generations]
+
+
+def test_an_accepted_end_token_is_llama_cpps_bonus_token(
+    tiny_target: Target, tiny_dspark: DSpark, tiny_prompts: list[list[int]], tmp_path: Path
+) -> None:
+    generations = runtime(tiny_target, tiny_dspark, tiny_prompts, 0.0)
+    assert {generation.rounds[-1].bonus for generation in generations} == {True, False}
+    served = llama_cpp(tiny_target, tiny_dspark, tiny_prompts, tmp_path)
+    assert served == [as_llama_cpp_counts(generation) for generation in generations]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_weights_leave_the_text_as_it_is(
+    dtype: torch.dtype, endless: Target, tiny_dspark: DSpark, tiny_prompts: list[list[int]], tmp_path: Path
+) -> None:
+    generations = runtime(endless, tiny_dspark, tiny_prompts, 0.0)
+    served = llama_cpp(endless, tiny_dspark, tiny_prompts, tmp_path, dtype=dtype)
+    assert [answer.tokens for answer in served] == [generation.tokens for generation in generations]
+    assert sum(answer.accepted for answer in served) > 0
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [{"dflash.target_layers": [0, 1, 2]}, {"dflash.sample_from_anchor": False}, {"dflash.attention.causal": True}],
+    ids=lambda fault: next(iter(fault)),
+)
+def test_a_wrong_export_does_not_pass(
+    fault: dict[str, Any],
+    endless: Target,
+    tiny_dspark: DSpark,
+    tiny_prompts: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """llama.cpp serves these without a word, and the text is right: only the counts tell."""
+    right = tiny_dspark.serving("gguf")
+    assert set(fault) <= set(right.config)
+    wrong = Serving(right.config | fault, right.renames, right.with_embedding)
+    monkeypatch.setattr(tiny_dspark, "serving", lambda engine: wrong)
+    served = llama_cpp(endless, tiny_dspark, tiny_prompts, tmp_path)
+    expected = [as_llama_cpp_counts(g) for g in runtime(endless, tiny_dspark, tiny_prompts, 0.0)]
+    assert [answer.tokens for answer in served] == [answer.tokens for answer in expected]
+    assert served != expected

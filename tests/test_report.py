@@ -103,13 +103,13 @@ def test_slower_than_vanilla_is_said_in_plain_words() -> None:
 def test_the_table_names_what_it_counts_and_keeps_task_sets_apart() -> None:
     text = render(some_report())
     main, extra = text.split("Benchmark prompts, another distribution")
+    assert sum(line.startswith("| dspark") for line in extra.splitlines()) == 1
     assert "plus the bonus token" in text and "pooled over all rounds" in text and "per request" in text
     table, conditional = main.split("P(draft token k is accepted | those before it were)")
     for part in (table, conditional):
         assert sum(line.startswith(("| dspark", "| ngram", "| vanilla")) for line in part.splitlines()) == 5
-    assert sum(line.startswith("| dspark") for line in extra.splitlines()) == 1
-    columns = {len(line.split("|")) for line in main.splitlines() if line.startswith("|")}
-    assert len(columns) == 1, "every line of a table has the same columns"
+        columns = {len(line.split("|")) for line in part.splitlines() if line.startswith("|")}
+        assert len(columns) == 1, "every line of a table has the same columns"
 
 
 def test_outputs_that_are_not_identical_stand_out() -> None:

@@ -25,18 +25,19 @@ from eval.decode import DecodeConfig, Generation, decode
 from eval.schedule import Schedule, ScheduleName
 from eval.verify import Rule
 from models.base import Serving, SlotLayout
+from models.block import BlockDrafter
+from models.dflash import DFlash
 from models.dspark import DSpark
 from models.export import export_drafter
 from models.sampling import SamplingConfig
 from models.target import Target, TargetConfig
-from tests.conftest import build_dspark, train_briefly
+from tests.conftest import build_drafter, build_dspark, dflash_config, train_briefly
 from tests.gguf_target import write_target
 from tests.llama_cpp import Served, serve
 
 NUM_TOKENS, NUM_DRAFT_TOKENS = 48, 4
 UNSEEN = 0  # <pad>, which the tiny target never says: as end token it lets every answer run to NUM_TOKENS
 GREEDY = SamplingConfig(0.0, 0, 1.0, 0.0, 0)
-HEADLESS = {"markov_rank": 0, "confidence": False, "confidence_with_markov": False, "l1_weight": 0.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 pytestmark = pytest.mark.engine
@@ -59,7 +60,7 @@ def endless(tiny_target: Target) -> Target:
     return target
 
 
-def runtime(target: Target, drafter: DSpark, prompts: list[list[int]], threshold: float) -> list[Generation]:
+def runtime(target: Target, drafter: BlockDrafter, prompts: list[list[int]], threshold: float) -> list[Generation]:
     schedule = Schedule(ScheduleName.confidence if threshold else ScheduleName.fixed, threshold)
     config = DecodeConfig(NUM_TOKENS, len(prompts), NUM_DRAFT_TOKENS, Rule.ratio, schedule, GREEDY)
     return decode(target, drafter, prompts, config).generations
@@ -78,7 +79,7 @@ def as_llama_cpp_counts(generation: Generation) -> Served:
 
 def llama_cpp(
     target: Target,
-    drafter: DSpark,
+    drafter: BlockDrafter,
     prompts: list[list[int]],
     folder: Path,
     *,
@@ -89,21 +90,20 @@ def llama_cpp(
     write_target(target, folder / "target.gguf", end_token_id=target.spec.eos_token_ids[0])
     export_drafter(drafter, folder, engine="gguf", dtype=dtype, card="")
     options: dict[str, Any] = {"num_draft_tokens": NUM_DRAFT_TOKENS, "num_tokens": NUM_TOKENS, "threshold": threshold}
-    return serve(folder / "target.gguf", folder / "dspark.gguf", prompts, **options)
+    return serve(folder / "target.gguf", folder / f"{type(drafter).__name__.lower()}.gguf", prompts, **options)
 
 
 def dspark(target: Target, config: TargetConfig, store: FeatureStore) -> DSpark:
     return train_briefly(build_dspark(target, config, num_layers=2), store)
 
 
-def without_markov_head(target: Target, config: TargetConfig, store: FeatureStore) -> DSpark:
-    return train_briefly(build_dspark(target, config, **HEADLESS), store, num_steps=150)
+def dflash(target: Target, config: TargetConfig, store: FeatureStore) -> DFlash:
+    return train_briefly(build_drafter(dflash_config(), target, config), store, num_steps=150)
 
 
-def in_place(target: Target, config: TargetConfig, store: FeatureStore) -> DSpark:
-    return train_briefly(
-        build_dspark(target, config, slot_layout=SlotLayout.in_place, **HEADLESS), store, num_steps=150
-    )
+def dflash_in_place(target: Target, config: TargetConfig, store: FeatureStore) -> DFlash:
+    model = dflash_config(slot_layout=SlotLayout.in_place)
+    return train_briefly(build_drafter(model, target, config), store, num_steps=150)
 
 
 def scaled_rotary(target: Target, config: TargetConfig, store: FeatureStore) -> DSpark:
@@ -114,9 +114,9 @@ def scaled_rotary(target: Target, config: TargetConfig, store: FeatureStore) -> 
     return train_briefly(build_dspark(scaled, config), store)
 
 
-@pytest.mark.parametrize("make", [dspark, without_markov_head, in_place, scaled_rotary])
+@pytest.mark.parametrize("make", [dspark, dflash, dflash_in_place, scaled_rotary])
 def test_llama_cpp_proposes_and_accepts_what_the_runtime_does(
-    make: Callable[..., DSpark],
+    make: Callable[..., BlockDrafter],
     endless: Target,
     tiny_target_config: TargetConfig,
     tiny_store: FeatureStore,

@@ -94,7 +94,7 @@ class DraftAttention(nn.Module):
 
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [B, S, input] at the positions of cos and sin [B, S, d] -> rotated queries [B, S, H, d]."""
-        queries = self.q_norm(self.q_proj(x).view(*x.shape[:2], -1, self.head_dim))
+        queries = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))  # also of no position at all
         return rotate(queries, cos, sin)
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -45,12 +45,12 @@ def lively_dspark(target: Target, config: TargetConfig, *, seed: int = 0, **chan
 
 
 @torch.no_grad()
-def enliven(drafter: Any, *, seed: int = 0) -> Any:
+def enliven(drafter: Any, *, seed: int = 0, scale: float = 0.3) -> Any:
     """Weights far from zero, norms and biases too: a fresh drafter's outputs hardly depend on its context."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in drafter.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.copy_(0.3 * noise if parameter.dim() > 1 else parameter + 0.3 * noise)
+        parameter.copy_(scale * noise if parameter.dim() > 1 else parameter + 0.3 * noise)
     return drafter.eval()
 
 

@@ -112,7 +112,7 @@ class Eagle3(Drafter):
         if self.draft_vocab_size is None or len(token_ids) != self.draft_vocab_size:
             raise ValueError(f"model.draft_vocab_size={self.draft_vocab_size}, got a vocabulary of {len(token_ids)}")
         self.d2t.copy_(token_ids - torch.arange(len(token_ids), device=token_ids.device))
-        self.t2d.zero_()[token_ids] = True
+        self.t2d.copy_(torch.isin(torch.arange(len(self.t2d), device=token_ids.device), token_ids))
         self.check_weights()
 
     def check_weights(self) -> None:

@@ -94,7 +94,7 @@ class DraftAttention(nn.Module):
 
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [B, S, input] at the positions of cos and sin [B, S, d] -> rotated queries [B, S, H, d]."""
-        queries = self.q_norm(self.q_proj(x).view(*x.shape[:2], -1, self.head_dim))
+        queries = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))  # also of no position at all
         return rotate(queries, cos, sin)
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,7 +135,7 @@ def attend_blocks(
     scores = torch.cat((context_scores, by_block @ block_keys.transpose(-1, -2)), dim=-1)
     weights = torch.softmax(scores.float(), dim=-1).to(queries.dtype)
     from_context, from_block = weights.split((length, num_keys), dim=-1)
-    mixed = (from_context.reshape(batch, num_kv_heads, -1, length) @ context[1]).view(by_block.shape)
+    mixed = (from_context.reshape(*by_row.shape[:-1], length) @ context[1]).view(by_block.shape)
     mixed = mixed + from_block @ block_values
     mixed = mixed.view(batch, num_kv_heads, num_blocks, group, num_slots, size)
     return mixed.permute(0, 2, 4, 1, 3, 5).reshape(queries.shape)

@@ -158,7 +158,8 @@ def _compare(logits: Tensor, target_logits: Tensor, part: slice, constants: _Con
     if draft_ids is not None:
         top, weights = draft_ids[top], weights * torch.isin(target_top, draft_ids)
         target_probs = target_probs[:, draft_ids]
-        reach = target_probs.sum(-1, keepdim=True)
+        # A sure target may leave exactly nothing here; its row weighs 0, which 0 / 0 would turn into NaN.
+        reach = target_probs.sum(-1, keepdim=True).clamp(min=torch.finfo(target_probs.dtype).tiny)
     label = None if constants.labels is None else constants.labels[part, None]
     log_norm = logits.logsumexp(-1, keepdim=True)
     hard = soft = log_norm.new_zeros(len(logits))

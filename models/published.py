@@ -169,8 +169,7 @@ def _read_classic_eagle3(config: Mapping[str, Any], tensors: dict[str, Tensor], 
     if "d2t" not in rest and draft_size != spec.vocab_size:
         raise ValueError(f"draft_vocab_size={draft_size} of {spec.vocab_size} tokens, but no tensor d2t says which")
     if "d2t" in rest and "t2d" not in rest:
-        rest["t2d"] = torch.zeros(spec.vocab_size, dtype=torch.bool)
-        rest["t2d"][rest["d2t"] + torch.arange(len(rest["d2t"]))] = True
+        rest["t2d"] = torch.isin(torch.arange(spec.vocab_size), rest["d2t"] + torch.arange(len(rest["d2t"])))
     elif "d2t" not in rest:
         rest.pop("t2d", None)
     options = _eagle3_options(

@@ -209,8 +209,10 @@ def build_drafter(model: Any, target: Target, config: TargetConfig, *, seed: int
         target.spec, target_layer_ids=tuple(config.layer_ids), mask_token_id=config.mask_token_id
     ).bind(target.embedding, target.head)
     if drafter.draft_vocab_size is not None:  # words that count: specials but the stop token are left out
-        ids = torch.arange(target.spec.vocab_size - drafter.draft_vocab_size + 1, target.spec.vocab_size)
-        drafter.use_draft_vocabulary(torch.cat((torch.tensor(target.spec.eos_token_ids), ids)))
+        stops = target.spec.eos_token_ids
+        others = [token for token in range(target.spec.vocab_size) if token not in stops]
+        ids = torch.tensor([*stops, *others[len(stops) - drafter.draft_vocab_size :]])
+        drafter.use_draft_vocabulary(ids.sort().values)
     drafter.copy_from_bound()
     return drafter
 

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.base import DraftBatch
-from models.block import BlockDrafter
+from models.base import DraftBatch, Drafter
 from models.dspark import DSpark
 from models.sampling import Sampler, SamplingConfig
 from models.target import Target, TargetConfig
@@ -21,7 +20,7 @@ UNSUPERVISED = [{0, 1, 2}, {0, 1, 2, 7, 20, 21, 22, 23}, {0, 1, 2, 17, 18, 19, 2
 ANCHORS = [[3, 4, 12, 20, 22], [3, 6, 9, 13, 17], [5, 6, 14, 15, -1]]
 
 
-def mixed_batch(drafter: BlockDrafter, *, seed: int = 0) -> DraftBatch:
+def mixed_batch(drafter: Drafter, *, seed: int = 0) -> DraftBatch:
     """Random tokens and features, every last hidden row stored."""
     generator = torch.Generator().manual_seed(seed)
     spec, shape = drafter.spec, (len(DOCUMENTS), LENGTH)
@@ -42,13 +41,16 @@ def mixed_batch(drafter: BlockDrafter, *, seed: int = 0) -> DraftBatch:
 
 
 def lively_dspark(target: Target, config: TargetConfig, *, seed: int = 0, **changes: Any) -> DSpark:
+    return enliven(build_dspark(target, config, seed=seed, **changes), seed=seed)
+
+
+@torch.no_grad()
+def enliven(drafter: Any, *, seed: int = 0, scale: float = 0.3) -> Any:
     """Weights far from zero, norms and biases too: a fresh drafter's outputs hardly depend on its context."""
-    drafter = build_dspark(target, config, seed=seed, **changes)
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(0.3 * noise if parameter.dim() > 1 else parameter + 0.3 * noise)
+    for parameter in drafter.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(scale * noise if parameter.dim() > 1 else parameter + 0.3 * noise)
     return drafter.eval()
 
 

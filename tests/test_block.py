@@ -1,7 +1,6 @@
 """Tests of models/block.py: what a block may see, which slots are supervised, and that decoding equals training."""
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from models.layers import rotate
 from models.target import Target, TargetConfig
 from tests.conftest import build_dspark, planted_fault
 from tests.draft_batches import greedy_sampler, lively_dspark, mixed_batch, stochastic_sampler
-from tests.training_logits import training_logits
+from tests.training_logits import check_training_equals_decoding, used_anchors
 
 LAYOUTS = list(SlotLayout)
 HEADS = list(MarkovHeadType)
@@ -26,12 +25,6 @@ HEADS = list(MarkovHeadType)
 def drafter(request: pytest.FixtureRequest, tiny_target: Target, tiny_target_config: TargetConfig) -> DSpark:
     """Two layers, so that information could also leak from slot to slot between them."""
     return lively_dspark(tiny_target, tiny_target_config, slot_layout=request.param, num_layers=2)
-
-
-def used_anchors(batch: DraftBatch) -> list[tuple[int, int, int]]:
-    """(row, index, position) of every used anchor."""
-    triples = [(row, i, a) for row, anchors in enumerate(batch.anchors.tolist()) for i, a in enumerate(anchors)]
-    return [triple for triple in triples if triple[2] >= 0]
 
 
 @torch.no_grad()
@@ -200,60 +193,6 @@ def test_a_batch_without_anchors_has_no_loss_and_no_gradient(drafter: DSpark) ->
     loss, grads = gradients(drafter, replace(batch, anchors=torch.full((3, 2), -1)))
     assert loss == 0.0
     assert all(bool((grad == 0).all()) for grad in grads.values())
-
-
-@dataclass
-class Forced:
-    """A sampler that records the logits it is given and answers with known tokens."""
-
-    tokens: list[int]
-    first_position: int
-    logits: list[Tensor] = field(default_factory=list)
-
-    def probs(self, logits: Tensor) -> Tensor:
-        self.logits.append(logits[0])
-        return logits.softmax(-1)
-
-    def draw(self, probs: Tensor, positions: Tensor, purpose: Any) -> Tensor:
-        slot = len(self.logits) - 1
-        assert positions.tolist() == [self.first_position + slot]
-        return torch.tensor([self.tokens[slot] if slot < len(self.tokens) else 0])
-
-
-def decoding_state(drafter: DSpark, tokens: Tensor, features: Tensor, num_seen: int) -> BlockState:
-    """A prompt of half the tokens, then a verification that keeps the rest of `num_seen` and rejects what follows."""
-    half = num_seen // 2 or num_seen
-    state = drafter.start(tokens[:, :half], features[:, :half], torch.tensor([half]), 64)
-    if half < num_seen:
-        drafter.advance(state, tokens[:, half:], features[:, half:], torch.tensor([num_seen - half]))
-    return state
-
-
-@torch.no_grad()
-def check_training_equals_decoding(drafter: DSpark) -> None:
-    batch = mixed_batch(drafter)
-    training = training_logits(drafter, batch)
-    num_rows = training.mask.long().sum(-1)
-    first_rows = num_rows.flatten().cumsum(0).view_as(num_rows) - num_rows
-    for row, index, anchor in used_anchors(batch):
-        count, first = int(num_rows[row, index]), int(first_rows[row, index])
-        begin = batch.document_ids[row].tolist().index(int(batch.document_ids[row, anchor]))
-        rest = slice(begin, None)
-        state = decoding_state(
-            drafter, batch.input_ids[row : row + 1, rest], batch.features[row : row + 1, rest], anchor - begin
-        )
-        assert state.lengths.tolist() == [anchor - begin]
-        labels = training.labels[first : first + count].tolist()
-        forced = Forced(labels, anchor - begin + 1)
-        proposal = drafter.propose(state, batch.input_ids[row, anchor : anchor + 1], forced, drafter.num_draft_tokens)  # type: ignore[arg-type]
-        if count:
-            # the largest logits are 1e1; training takes many blocks and longer rows in one product
-            ours = torch.stack(forced.logits[:count])
-            torch.testing.assert_close(ours, training.draft[first : first + count], rtol=1e-4, atol=1e-4)
-        if training.confidence is not None and count:
-            confidence = training.confidence[first : first + count].sigmoid()
-            torch.testing.assert_close(proposal.confidence[0, :count], confidence, rtol=1e-4, atol=1e-5)
-    assert training.draft.std() > 0.5
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -7,49 +7,24 @@ from typing import Any
 import pytest
 import torch
 
-from data.collate import collate
-from data.dataset import TrainingData
 from data.store import FeatureStore
-from eval.decode import DecodeConfig, Generation, decode
-from eval.schedule import Schedule, ScheduleName
-from eval.verify import Rule
 from models.base import DraftBatch, SlotLayout
 from models.checkpoint import load_drafter, save_drafter
 from models.dspark import DSpark, MarkovHeadType
-from models.sampling import SamplingConfig
 from models.target import Target, TargetConfig
-from tests.conftest import build_dspark
+from tests.conftest import TINY_LAYER_IDS, build_dspark
 from tests.draft_batches import greedy_sampler, lively_dspark, mixed_batch
+from tests.draft_checks import IDENTITY, check_a_step_helps, greedy, stored_batch, total_loss
 from tests.training_logits import training_logits
 
 NO_HEAD = [(0, MarkovHeadType.vanilla, confidence, False) for confidence in (False, True)]
 WITH_HEAD = list(product([8], MarkovHeadType, [False, True], [False, True]))
 COMBINATIONS = [(*heads, layout) for heads, layout in product(NO_HEAD + WITH_HEAD, SlotLayout)]
-IDENTITY = {"name": "tiny", "config_sha256": "c" * 64, "weights_sha256": "w" * 64}
 
 
 @pytest.fixture(scope="session")
-def real_batch(tiny_store: FeatureStore, tiny_target_config: TargetConfig) -> DraftBatch:
-    assert tiny_target_config.layer_ids is not None
-    data = TrainingData(tiny_store, layer_ids=tiny_target_config.layer_ids, num_anchors=4, seed=0)
-    return collate([data[index, 0] for index in range(4)])
-
-
-def total_loss(drafter: DSpark, batch: DraftBatch) -> torch.Tensor:
-    loss, denominators = drafter(batch), drafter.denominators(batch)
-    return torch.stack([loss.numerators[term] / denominators[term] for term in loss.numerators]).sum()
-
-
-def greedy(target: Target, drafter: DSpark | None, prompts: list[list[int]]) -> list[Generation]:
-    config = DecodeConfig(
-        max_new_tokens=12,
-        batch_size=4,
-        num_draft_tokens=4,
-        rule=Rule.ratio,
-        schedule=Schedule(ScheduleName.fixed, 0.0),
-        sampling=SamplingConfig(0.0, 0, 1.0, 0.0, 0),
-    )
-    return decode(target, drafter, prompts, config).generations
+def real_batch(tiny_store: FeatureStore) -> DraftBatch:
+    return stored_batch(tiny_store, TINY_LAYER_IDS)
 
 
 @pytest.mark.parametrize(("rank", "head", "confidence", "with_markov", "layout"), COMBINATIONS)
@@ -76,20 +51,6 @@ def test_every_combination_of_heads_trains_decodes_saves_and_loads(
     loaded = load_drafter(tmp_path).drafter
     assert isinstance(loaded, DSpark) and loaded.config == drafter.config
     assert all(torch.equal(a, b) for a, b in zip(drafter.parameters(), loaded.parameters(), strict=True))
-
-
-def check_a_step_helps(drafter: DSpark, batch: DraftBatch) -> None:
-    """Every weight has a finite gradient, and a small step along it lowers the loss."""
-    loss = total_loss(drafter, batch)
-    loss.backward()
-    with torch.no_grad():
-        for name, parameter in drafter.named_parameters():
-            assert parameter.grad is not None and parameter.grad.isfinite().all(), name
-            assert parameter.grad.any(), f"{name} is never trained"
-        norm = torch.stack([p.grad.norm() for p in drafter.parameters() if p.grad is not None]).norm()
-        for parameter in drafter.parameters():
-            parameter -= 1e-2 * parameter.grad / norm
-        assert total_loss(drafter, batch) < loss
 
 
 def test_a_trained_drafter_is_accepted_and_keeps_the_output(

@@ -1,6 +1,7 @@
-"""Reads the logits of a training forward out of the call that turns them into a loss, so tests see what is trained."""
+"""Reads the logits of a training forward out of the call that turns them into a loss, so tests see what is trained, and
+compares them with those of decoding."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from models import block
 from models.base import DraftBatch, DraftLoss
-from models.block import BlockDrafter
+from models.block import BlockDrafter, BlockState
+from tests.draft_batches import mixed_batch
 
 
 @dataclass(frozen=True)
@@ -52,3 +54,64 @@ def dense_logits(states: Tensor, options: dict[str, Any]) -> Tensor:
     if options["softcap"] is not None:
         logits = options["softcap"] * torch.tanh(logits / options["softcap"])
     return logits if options["bias_input"] is None else logits + options["bias_input"] @ options["bias_head"].T
+
+
+def used_anchors(batch: DraftBatch) -> list[tuple[int, int, int]]:
+    """(row, index, position) of every used anchor."""
+    triples = [(row, i, a) for row, anchors in enumerate(batch.anchors.tolist()) for i, a in enumerate(anchors)]
+    return [triple for triple in triples if triple[2] >= 0]
+
+
+@dataclass
+class Forced:
+    """A sampler that records the logits it is given and answers with known tokens."""
+
+    tokens: list[int]
+    first_position: int
+    logits: list[Tensor] = field(default_factory=list)
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """logits [1, V] of one slot, or [1, K, V] of all."""
+        self.logits.extend(logits.view(-1, logits.shape[-1]))
+        return logits.softmax(-1)
+
+    def draw(self, probs: Tensor, positions: Tensor, purpose: Any) -> Tensor:
+        drawn = list(range(len(self.logits) - positions.numel(), len(self.logits)))
+        assert positions.flatten().tolist() == [self.first_position + slot for slot in drawn]
+        return torch.tensor([(self.tokens + [0] * len(self.logits))[slot] for slot in drawn]).view(positions.shape)
+
+
+def decoding_state(drafter: BlockDrafter, tokens: Tensor, features: Tensor, num_seen: int) -> BlockState:
+    """A prompt of half the tokens, then a verification that keeps the rest of `num_seen` and rejects what follows."""
+    half = num_seen // 2 or num_seen
+    state = drafter.start(tokens[:, :half], features[:, :half], torch.tensor([half]), 64)
+    if half < num_seen:
+        drafter.advance(state, tokens[:, half:], features[:, half:], torch.tensor([num_seen - half]))
+    return state
+
+
+@torch.no_grad()
+def check_training_equals_decoding(drafter: BlockDrafter) -> None:
+    batch = mixed_batch(drafter)
+    training = training_logits(drafter, batch)
+    num_rows = training.mask.long().sum(-1)
+    first_rows = num_rows.flatten().cumsum(0).view_as(num_rows) - num_rows
+    for row, index, anchor in used_anchors(batch):
+        count, first = int(num_rows[row, index]), int(first_rows[row, index])
+        begin = batch.document_ids[row].tolist().index(int(batch.document_ids[row, anchor]))
+        rest = slice(begin, None)
+        state = decoding_state(
+            drafter, batch.input_ids[row : row + 1, rest], batch.features[row : row + 1, rest], anchor - begin
+        )
+        assert state.lengths.tolist() == [anchor - begin]
+        labels = training.labels[first : first + count].tolist()
+        forced = Forced(labels, anchor - begin + 1)
+        proposal = drafter.propose(state, batch.input_ids[row, anchor : anchor + 1], forced, drafter.num_draft_tokens)  # type: ignore[arg-type]
+        if count:
+            # the largest logits are 1e1; training takes many blocks and longer rows in one product
+            ours = torch.stack(forced.logits[:count])
+            torch.testing.assert_close(ours, training.draft[first : first + count], rtol=1e-4, atol=1e-4)
+        if training.confidence is not None and count:
+            confidence = training.confidence[first : first + count].sigmoid()
+            torch.testing.assert_close(proposal.confidence[0, :count], confidence, rtol=1e-4, atol=1e-5)
+    assert training.draft.std() > 0.5

@@ -1,0 +1,158 @@
+"""Wrong versions of product functions, as public reports describe them; test_known_faults.py plants them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import data.chat as chat_module
+import models.eagle3 as eagle3_module
+import models.layers as layers_module
+import models.losses as losses_module
+import models.masks as masks_module
+import models.target as target_module
+import train.setup as training_setup
+from models.base import DraftBatch, Drafter
+from models.block import BlockDrafter, SupervisedSlots
+from models.eagle3 import Eagle3, Eagle3Layer
+from models.target import Target, TargetOutput
+
+
+def runs_to_the_end(loss_mask: list[bool], *rest: Any, right: Any = chat_module._supervise) -> None:
+    right(loss_mask, *rest)
+    first = loss_mask.index(True)
+    loss_mask[first:] = [True] * (len(loss_mask) - first)
+
+
+def supervises_all(loss_mask: list[bool], *_rest: Any) -> None:
+    loss_mask[:] = [True] * len(loss_mask)
+
+
+def unguarded(run: Any, batches: list[DraftBatch]) -> dict[str, Tensor]:
+    local = [run.drafter.denominators(batch) for batch in batches]
+    return {term: sum(part[term] for part in local) for term in local[0]}
+
+
+def per_micro_batch(run: Any, batches: list[DraftBatch]) -> dict[str, Tensor]:
+    return {term: (v * len(batches)).float() for term, v in run.drafter.denominators(batches[0]).items()}
+
+
+def mask_at_the_input(
+    batch: DraftBatch, num_steps: int, right: Any = eagle3_module.find_chains
+) -> tuple[Tensor, Tensor]:
+    return right(replace(batch, loss_mask=batch.loss_mask.roll(2, dims=1)), num_steps)
+
+
+def shifted_twice(
+    drafter: BlockDrafter, batch: DraftBatch, right: Any = BlockDrafter.supervised_slots
+) -> SupervisedSlots:
+    slots = right(drafter, batch)
+    return replace(slots, labels=(slots.labels + 1) % drafter.spec.vocab_size)
+
+
+def teacher_one_late(
+    drafter: BlockDrafter, batch: DraftBatch, right: Any = BlockDrafter.supervised_slots
+) -> SupervisedSlots:
+    """Labels of a drafter that predicts the next token, for one that fills its own slot."""
+    return right(drafter, replace(batch, last_hidden=batch.last_hidden.roll(-1, dims=0)))
+
+
+def sees_one_more(position: Tensor, anchor: Tensor, slot: Tensor, window: int | None) -> Tensor:
+    return position <= anchor
+
+
+def causal_in_decoding(
+    queries: Tensor, block: Any, context: Any, mask: Tensor, right: Any = layers_module.attend_blocks
+) -> Tensor:
+    """Decoding has one block a row, training many."""
+    if queries.shape[1] > 1:
+        return right(queries, block, context, mask)
+    slots = [
+        right(queries[:, :, [j]], tuple(x[:, :, : j + 1] for x in block), context, mask)
+        for j in range(queries.shape[2])
+    ]
+    return torch.cat(slots, dim=2)
+
+
+def blind_to_documents(
+    anchors: Tensor, document_ids: Tensor, right: Any = masks_module.context_mask, **options: Any
+) -> Tensor:
+    return right(anchors, torch.zeros_like(document_ids), **options)
+
+
+def without_norm(target: Target, input_ids: Tensor, right: Any = Target.forward_whole) -> TargetOutput:
+    last = len(target.layers) - 1
+    with target_module._capture(target.layers, (last,)) as captured:
+        output = right(target, input_ids)
+    return replace(output, hidden=captured[last])
+
+
+@contextmanager
+def layer_inputs(layers: nn.ModuleList, layer_ids: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+    captured: dict[int, Tensor] = {}
+    hooks = [
+        layers[i].register_forward_pre_hook(lambda _module, inputs, i=i: captured.__setitem__(i, inputs[0]))
+        for i in layer_ids
+    ]
+    yield captured
+    for hook in hooks:
+        hook.remove()
+
+
+def stretched(rotary: Any, position_ids: Tensor, right: Any = layers_module.Rotary.__call__) -> tuple[Tensor, Tensor]:
+    cos, sin = right(rotary, position_ids)
+    return cos, 1.2 * sin
+
+
+def one_early(
+    drafter: BlockDrafter, first: Tensor, positions: Tensor, *rest: Any, right: Any = BlockDrafter._run_blocks
+) -> Tensor:
+    return right(drafter, first, positions - 1, *rest)
+
+
+def skips_slot_0(*arguments: Any, right: Any = BlockDrafter.slot_metrics) -> dict[str, tuple[Tensor, Tensor]]:
+    metrics = right(*arguments)
+    hits, counts = metrics["top1_agreement"]
+    return metrics | {"top1_agreement": (hits * (torch.arange(len(hits)) > 0), counts)}
+
+
+def feeds_its_own_tokens(
+    drafter: Eagle3, tokens: Tensor, hidden: Tensor, *rest: Any, right: Any = Eagle3.step
+) -> Tensor:
+    chain = rest[1]
+    if chain:  # a later step: what the draft itself would say from the state before it
+        own = drafter.draft_head()
+        tokens = (drafter.norm(hidden) @ (drafter.head if own is None else own.weight).T).argmax(-1)
+    return right(drafter, tokens, hidden, *rest)
+
+
+def counts_rows_out_of_reach(
+    logits: Tensor, target_logits: Tensor, part: slice, constants: Any, right: Any = losses_module._compare
+) -> Any:
+    return replace(right(logits, target_logits, part, constants), weights=constants.weights[part])
+
+
+def loads_what_fits(drafter: Drafter, tensors: dict[str, Tensor], path: Path) -> None:
+    own = drafter.state_dict()
+    drafter.load_state_dict({n: t for n, t in tensors.items() if n in own and own[n].shape == t.shape}, strict=False)
+
+
+def normed_residual(
+    layer: Eagle3Layer, embedded: Tensor, hidden: Tensor, right: Any = Eagle3Layer.pair
+) -> tuple[Tensor, Tensor]:
+    pair, _ = right(layer, embedded, hidden)
+    return pair, layer.hidden_norm(hidden)
+
+
+CACHED: dict[str, Tensor] = {}
+
+
+def cached_vocabulary(
+    counts: Tensor, size: int, stops: Any, right: Any = training_setup.choose_draft_vocabulary
+) -> Tensor:
+    """Kept under a name that knows neither size nor data."""
+    return CACHED.setdefault("vocabulary", right(counts, size, stops))

@@ -1,0 +1,142 @@
+"""What must hold of any drafter in training, whatever is in a batch: supervision, labels, packing, vocabulary, basis."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import models.eagle3 as eagle3_module
+import train.setup as training_setup
+from data.collate import collate
+from data.dataset import TrainingRecord
+from data.store import FeatureStore, StoreRecord
+from models.base import DraftBatch, Drafter
+from models.block import BlockDrafter
+from models.eagle3 import Eagle3
+from models.target import Target, TargetConfig
+from tests.chains import lively_eagle3
+from tests.conftest import eagle3_config
+from tests.draft_batches import lively_dspark, mixed_batch
+from train import trainer
+
+
+@pytest.fixture(params=["dspark", "eagle3"])
+def lively(request: pytest.FixtureRequest, tiny_target: Target, tiny_target_config: TargetConfig) -> Drafter:
+    return make_lively(request.param, tiny_target, tiny_target_config)
+
+
+def make_lively(kind: str, target: Target, config: TargetConfig) -> Drafter:
+    return {"dspark": lively_dspark, "eagle3": lively_eagle3}[kind](target, config)
+
+
+def global_mean(drafter: Drafter, batches: list[DraftBatch]) -> Tensor:
+    """The trainer's loss of one optimiser step, on one process."""
+    run: Any = SimpleNamespace(drafter=drafter, accelerator=SimpleNamespace(reduce=lambda value, how: value))
+    denominators = trainer.global_denominators(run, batches)
+    parts = [drafter(batch).numerators[term] / value for batch in batches for term, value in denominators.items()]
+    return torch.stack(parts).sum()
+
+
+def without_supervision(batch: DraftBatch, rows: list[int]) -> DraftBatch:
+    loss_mask, anchors = batch.loss_mask.clone(), batch.anchors.clone()
+    loss_mask[rows], anchors[rows] = False, -1
+    return replace(batch, loss_mask=loss_mask, anchors=anchors)
+
+
+def test_a_chat_without_supervision_trains_nothing_and_harms_nothing(lively: Drafter) -> None:
+    batch = mixed_batch(lively)
+    alone = global_mean(lively, [without_supervision(batch, [0, 1, 2])])
+    alone.backward()
+    assert alone == 0
+    assert all(p.grad is None or not p.grad.any() for p in lively.parameters())  # NaN would be "any"
+    beside = without_supervision(batch, [1])
+    kept = DraftBatch(**{n: v[[0, 2]] if n != "last_hidden" else v for n, v in vars(beside).items()})
+    torch.testing.assert_close(global_mean(lively, [beside]), global_mean(lively, [kept]))
+
+
+def test_labels_follow_the_newest_token_from_the_store_on(lively: Drafter) -> None:
+    """Token ids are positions, and the target's state at p is p everywhere: nothing is shifted twice or not at all."""
+    length = 30
+    record = StoreRecord(
+        id="positions",
+        input_ids=torch.arange(length, dtype=torch.int32),
+        loss_mask=torch.arange(length) >= 5,
+        features=torch.randn(length, 3 * 64, generator=torch.Generator().manual_seed(0)),
+        last_hidden=torch.arange(4.0, length - 1)[:, None].expand(-1, 64).contiguous(),
+    )
+    batch = collate([TrainingRecord(record, record.features, torch.tensor([6, 11, 20]))])
+    if isinstance(lively, BlockDrafter):
+        slots = lively.supervised_slots(batch)
+        newest = batch.anchors[..., None].expand(slots.mask.shape)[slots.mask] + slots.slot_ids
+        assert torch.equal(slots.labels, newest + 1) and torch.equal(slots.previous, newest)
+        assert torch.equal(slots.teacher[:, 0].long(), newest)
+        return
+    starts, supervised = eagle3_module.find_chains(batch, lively.num_draft_tokens)
+    consumed: list[Tensor] = []
+    teachers: list[Tensor] = []
+    right_step, right_loss = Eagle3.step, eagle3_module.vocab_loss
+
+    def step(self: Eagle3, tokens: Tensor, *rest: Any) -> Tensor:
+        consumed.append(tokens)
+        return right_step(self, tokens, *rest)
+
+    def loss(hidden: Tensor, teacher: Tensor, **options: Any) -> Any:
+        teachers.append(teacher)
+        return right_loss(hidden, teacher, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Eagle3, "step", step)
+        patch.setattr(eagle3_module, "vocab_loss", loss)
+        lively(batch)
+    for step_id, (tokens, teacher) in enumerate(zip(consumed, teachers, strict=True)):
+        rows = supervised[..., step_id]
+        assert torch.equal(
+            tokens[rows], starts.unsqueeze(-1).expand(supervised.shape)[..., step_id][rows] + 1 + step_id
+        )
+        assert torch.equal(teacher[:, 0].long(), tokens[rows])  # the target's own prediction stands where it is
+
+
+def test_packed_documents_train_as_alone(lively: Drafter) -> None:
+    batch = mixed_batch(lively)
+    packed = DraftBatch(**{n: v[[1]] if n != "last_hidden" else v for n, v in vars(batch).items()})
+    parts = [document_alone(packed, 0, 0, 11), document_alone(packed, 1, 11, 20)]
+    together, alone = lively(packed), [lively(part) for part in parts]
+    for term, value in together.numerators.items():
+        torch.testing.assert_close(value, sum(loss.numerators[term] for loss in alone), rtol=1e-4, atol=1e-5)
+
+
+def document_alone(batch: DraftBatch, document: int, start: int, stop: int) -> DraftBatch:
+    anchors = batch.anchors[0]
+    own = anchors[(anchors >= start) & (anchors < stop)] - start
+    cut = {n: v[:, start:stop] for n, v in vars(batch).items() if n not in ("last_hidden", "anchors")}
+    assert set(cut["document_ids"].flatten().tolist()) == {document}
+    return DraftBatch(**cut, last_hidden=batch.last_hidden, anchors=own[None])
+
+
+def test_every_run_has_its_own_draft_vocabulary(
+    tiny_target: Target, tiny_target_config: TargetConfig, tiny_store: FeatureStore
+) -> None:
+    """Two sizes on the same data, then none: no map survives from one run to the next."""
+    maps = []
+    for size in (30, 15, None):
+        model = eagle3_config(draft_vocab_size=size)
+        drafter = model.build(tiny_target.spec, target_layer_ids=(0, 1, 2), mask_token_id=None)
+        drafter.bind(tiny_target.embedding, tiny_target.head)
+        if size is not None:
+            training_setup.set_draft_vocabulary(drafter, size, tiny_store)
+        maps.append(drafter.draft_ids)
+    assert [None if ids is None else len(ids) for ids in maps] == [30, 15, None]
+    assert set(maps[1].tolist()) < set(maps[0].tolist())
+
+
+def test_a_target_in_another_basis_is_refused(tiny_target: Target, tiny_target_config: TargetConfig) -> None:
+    """A rotated residual stream gives the same text, but features, embedding and head that a drafter cannot read."""
+    drafter = lively_dspark(tiny_target, tiny_target_config)
+    generator = torch.Generator().manual_seed(0)
+    rotation = torch.linalg.qr(torch.randn(64, 64, generator=generator)).Q
+    with pytest.raises(ValueError, match="the drafter came with another embedding than this target's"):
+        drafter.bind(tiny_target.embedding @ rotation, tiny_target.head @ rotation)
+    drafter.bind(tiny_target.embedding.bfloat16(), tiny_target.head.bfloat16())  # another rounding is no other target

@@ -1,4 +1,4 @@
-"""What must hold of any drafter in training, whatever is in a batch: supervision, labels, packing, vocabulary, basis."""
+"""What holds for any drafter in training, whatever is in a batch: supervision, labels, packing, vocabulary, basis."""
 
 from dataclasses import replace
 from types import SimpleNamespace

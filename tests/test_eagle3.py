@@ -11,7 +11,7 @@ from models import eagle3, masks
 from models.base import DraftBatch
 from models.eagle3 import Eagle3, Eagle3Layer, find_chains
 from models.target import Target, TargetConfig
-from tests.chains import SlowEagle3, chain_output, lively_eagle3, supervised_chains
+from tests.chains import SlowEagle3, chain_output, gemma_eagle3, lively_eagle3, supervised_chains
 from tests.conftest import planted_fault
 from tests.draft_batches import mixed_batch
 
@@ -69,6 +69,13 @@ def test_training_equals_chains_unrolled_one_by_one(
     tiny_target: Target, tiny_target_config: TargetConfig, changes: dict[str, Any]
 ) -> None:
     check_against_definition(lively_eagle3(tiny_target, tiny_target_config, **changes))
+
+
+@pytest.mark.parametrize("changes", [{}, {"own_head": True, "draft_vocab_size": 20}])
+def test_a_target_with_scaled_embedding_and_capped_logits_is_followed(
+    tiny_target: Target, tiny_target_config: TargetConfig, changes: dict[str, Any]
+) -> None:
+    check_against_definition(gemma_eagle3(tiny_target, tiny_target_config, **changes))
 
 
 def sees_its_own_pair_twice(position: Tensor, anchor: Tensor, slot: Tensor, window: int | None) -> Tensor:

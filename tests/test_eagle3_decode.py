@@ -11,7 +11,7 @@ from models.base import DraftBatch
 from models.cache import KVCache
 from models.eagle3 import Eagle3, Eagle3State
 from models.target import Target, TargetConfig
-from tests.chains import chain_output, lively_eagle3, supervised_chains
+from tests.chains import chain_output, gemma_eagle3, lively_eagle3, supervised_chains
 from tests.conftest import planted_fault
 from tests.draft_batches import greedy_sampler, mixed_batch, stochastic_sampler
 
@@ -136,6 +136,13 @@ def test_training_and_decoding_give_the_same_logits(
     tiny_target: Target, tiny_target_config: TargetConfig, changes: dict[str, Any]
 ) -> None:
     check_training_equals_decoding(lively_eagle3(tiny_target, tiny_target_config, **changes))
+
+
+@pytest.mark.parametrize("changes", [{}, {"own_head": True, "draft_vocab_size": 20}])
+def test_capped_logits_are_capped_in_decoding_too(
+    tiny_target: Target, tiny_target_config: TargetConfig, changes: dict[str, Any]
+) -> None:
+    check_training_equals_decoding(gemma_eagle3(tiny_target, tiny_target_config, **changes))
 
 
 def test_a_position_off_by_one_in_decoding_is_noticed(monkeypatch: pytest.MonkeyPatch, drafter: Eagle3) -> None:

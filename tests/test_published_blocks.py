@@ -12,6 +12,7 @@ from models.checkpoint import load_drafter
 from models.dflash import DFlash
 from models.dspark import DSpark, MarkovHeadType
 from models.eagle3 import Eagle3
+from models.export import export_drafter
 from models.losses import published_decay
 from tests.conftest import dflash_config, dspark_config, eagle3_config
 from tests.published_files import EMBEDDING, HEAD, SIZES, build, check_same_drafts, write
@@ -219,3 +220,48 @@ def test_deepspec_eagle3_of_several_layers_is_refused(tmp_path: Path) -> None:
     tensors = with_copies(build(eagle3_config(qk_norm=True)))
     with pytest.raises(ValueError, match="EAGLE-3 drafter of 2 layers is not supported"):
         load_drafter(write(tmp_path, {**DEEPSPEC_EAGLE3, "draft_num_hidden_layers": 2}, tensors))
+
+
+# ---- written by our own export
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_what_is_exported_for_deepspec_drafts_as_the_original(tmp_path: Path, kind: str) -> None:
+    if kind == "eagle3":
+        drafter = build(eagle3_config(qk_norm=True), layer_ids=(1, 3, 5, 7, 9))  # the reference fuses five layers
+    else:
+        drafter = build(dflash_config(num_layers=2))
+    export_drafter(drafter, tmp_path, engine="deepspec", dtype=torch.float32, card="")
+    check_same_drafts(load_drafter(tmp_path).drafter, drafter)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"qk_norm": False},
+        {"norm_before_residual": True},
+        {"norm_before_fc": True},
+        {"fc_norm": True},
+        {"norm_output": True},
+        {"own_head": True},
+        {"draft_vocab_size": 20},
+    ],
+)
+def test_eagle3_of_another_shape_than_the_references_is_not_exported(tmp_path: Path, changes: dict[str, Any]) -> None:
+    drafter = build(eagle3_config(**{"qk_norm": True, **changes}), layer_ids=(1, 3, 5, 7, 9))
+    with pytest.raises(ValueError, match="the deepspec format takes only the reference's EAGLE-3"):
+        export_drafter(drafter, tmp_path / "out", engine="deepspec", dtype=torch.float32, card="")
+    assert not (tmp_path / "out").exists()
+
+
+def test_exports_that_no_engine_can_read_are_refused(tmp_path: Path) -> None:
+    refused = [
+        (build(eagle3_config(qk_norm=True)), "deepspec", "five fused layers"),
+        (build(eagle3_config(qk_norm=True)), "vllm", "engine=vllm cannot be written for EAGLE-3"),
+        (build(dflash_config()), "gguf", "engine=gguf cannot be written for DFlash"),
+        (build(dflash_config(slot_layout=SlotLayout.in_place)), "deepspec", "no slot_layout=in_place"),
+        (build(dflash_config(sliding_window=6)), "deepspec", r"no sliding window \(got 6\)"),
+    ]
+    for drafter, engine, message in refused:
+        with pytest.raises(ValueError, match=message):
+            export_drafter(drafter, tmp_path / "out", engine=engine, dtype=torch.float32, card="")

@@ -14,7 +14,7 @@ from models.base import SlotLayout
 from models.checkpoint import load_drafter, save_drafter
 from models.dflash import DFlash
 from models.losses import published_decay
-from models.sampling import SamplingConfig
+from models.sampling import Purpose, SamplingConfig, draw
 from models.target import Target, TargetConfig
 from tests.conftest import TINY_LAYER_IDS, build_drafter, dflash_config, planted_fault
 from tests.draft_batches import enliven, greedy_sampler, mixed_batch, stochastic_sampler
@@ -154,6 +154,8 @@ def test_slots_are_independent_given_the_context(drafter: DFlash) -> None:
     for seed in range(12):
         sampler = replace(stochastic_sampler(torch.arange(3)), config=SamplingConfig(3.0, 0, 1.0, 0.0, seed))
         proposals.append(drafter.propose(state, torch.tensor([4, 8, 15]), sampler, 4))
+        uniforms = sampler.uniform(counts[:, None] + 1 + torch.arange(4), Purpose.draft)
+        assert torch.equal(proposals[-1].tokens, draw(proposals[-1].probs, uniforms))
         seen.add(int(proposals[-1].tokens[0, 0]))
     assert len(seen) > 1
     for proposal in proposals:

@@ -142,7 +142,7 @@ def test_a_sampled_vocabulary_is_the_loss_over_its_columns(
     for (row, start, step), state in output.states.items():
         teacher = batch.last_hidden[batch.last_hidden_ids[row, start + 1 + step]]
         target, draft = (head @ x + columns.log_weights for x in (teacher, state))
-        sums[step] -= float((target.softmax(0) * draft.log_softmax(0)).sum())
+        sums[step] -= (target.softmax(0) * draft.log_softmax(0)).sum().item()
     for step, expected in enumerate(sums):
         ours = output.loss.numerators[f"step_{step}"].item()
         assert ours == pytest.approx(drafter.config.step_decay**step * expected, rel=1e-5)

@@ -112,6 +112,8 @@ def load_drafter(folder: Path, *, dtype: torch.dtype | None = None, target: Targ
         drafter.to(dtype)
     if read.embedding is not None and read.head is not None:
         drafter.bind(*(matrix if dtype is None else matrix.to(dtype) for matrix in (read.embedding, read.head)))
+    elif read.embedding is not None:
+        drafter.embedding = read.embedding  # `bind` demands that the target has the same
     return LoadedDrafter(drafter.eval(), kind, read.head is not None)
 
 

@@ -71,7 +71,8 @@ def _spec(config: Mapping[str, Any], target: TargetSpec | None) -> TargetSpec:
             f"target_hidden_size={config['target_hidden_size']}, the drafter's hidden_size={config['hidden_size']}: "
             "another width than the target's is not supported"
         )
-    own = {**config, "num_hidden_layers": num_layers, "layer_types": None}
+    # Without a stop token in the file transformers would take Llama's 2 for one, and chains would end behind it.
+    own = {"eos_token_id": None, **config, "num_hidden_layers": num_layers, "layer_types": None}
     return TargetSpec.from_config(AutoConfig.for_model(**own))
 
 
@@ -165,6 +166,10 @@ def _read_classic_eagle3(config: Mapping[str, Any], tensors: dict[str, Tensor], 
     _need_one_layer(config.get("num_hidden_layers", 1))
     rest = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     embedding = rest.pop("embed_tokens.weight", None)
+    if embedding is not None and embedding.shape != (spec.vocab_size, spec.hidden_size):
+        raise ValueError(
+            f"embed_tokens.weight has shape {list(embedding.shape)}, expected {[spec.vocab_size, spec.hidden_size]}"
+        )
     draft_size = config.get("draft_vocab_size") or spec.vocab_size
     if "d2t" not in rest and draft_size != spec.vocab_size:
         raise ValueError(f"draft_vocab_size={draft_size} of {spec.vocab_size} tokens, but no tensor d2t says which")

@@ -1,7 +1,8 @@
 """EAGLE-3 by its definition, one chain and one token at a time, and the logits of a training forward by chain."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,13 @@ Chain = tuple[int, int, int]  # row, position t of the first pair, step s: predi
 def lively_eagle3(target: Target, config: TargetConfig, *, seed: int = 0, **changes: Any) -> Eagle3:
     """Smaller weights than a block's: a chain feeds rounding back to itself, and sharp attention multiplies it."""
     return enliven(build_drafter(eagle3_config(**changes), target, config, seed=seed), seed=seed, scale=0.15)
+
+
+def gemma_eagle3(target: Target, config: TargetConfig, **changes: Any) -> Eagle3:
+    """For a target that scales its embedding and caps its logits."""
+    spec = replace(target.spec, embedding_scale=8.0, logit_softcap=3.0)
+    like = SimpleNamespace(spec=spec, embedding=target.embedding, head=target.head)
+    return lively_eagle3(like, config, **changes)  # type: ignore[arg-type]
 
 
 def supervised_chains(batch: DraftBatch, num_steps: int) -> list[Chain]:
@@ -73,7 +81,8 @@ class SlowEagle3:
         return self.drafter.fc.weight @ features
 
     def pair(self, token: int, hidden: Tensor) -> Tensor:
-        embedded = self.norm(self.drafter.embedding[token], "layers.0.input_layernorm")
+        embedded = self.drafter.embedding[token] * self.drafter.spec.embedding_scale
+        embedded = self.norm(embedded, "layers.0.input_layernorm")
         return torch.cat((embedded, self.norm(hidden, "layers.0.hidden_norm")))
 
     def heads(self, pair: Tensor, part: str, position: int) -> Tensor:
@@ -124,12 +133,16 @@ class SlowEagle3:
 
     def own_logits(self, state: Tensor) -> Tensor:
         head = self.drafter.head if self.drafter.draft_ids is None else self.drafter.head[self.drafter.draft_ids]
-        return (head if self.drafter.lm_head is None else self.drafter.lm_head.weight) @ state
+        return self.capped((head if self.drafter.lm_head is None else self.drafter.lm_head.weight) @ state)
+
+    def capped(self, logits: Tensor) -> Tensor:
+        cap = self.drafter.spec.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def loss(self, batch: DraftBatch, chain: Chain, state: Tensor) -> Tensor:
         """Soft cross-entropy over the draft vocabulary; none where the target's first choice is not in it."""
         row, start, step = chain
-        target = self.drafter.head @ batch.last_hidden[batch.last_hidden_ids[row, start + 1 + step]]
+        target = self.capped(self.drafter.head @ batch.last_hidden[batch.last_hidden_ids[row, start + 1 + step]])
         ids = torch.arange(len(target)) if self.drafter.draft_ids is None else self.drafter.draft_ids
         if target.argmax() not in ids:
             return 0 * state.sum()
@@ -159,5 +172,6 @@ def chain_output(drafter: Eagle3, batch: DraftBatch) -> ChainOutput:
         chains = [(row, int(starts[row, place]), step) for row, place in supervised[..., step].nonzero().tolist()]
         assert len(chains) == len(hidden)
         states |= dict(zip(chains, hidden, strict=True))
-        logits |= dict(zip(chains, (hidden @ head.T).detach(), strict=True))
+        capped = SlowEagle3(drafter).capped((hidden @ head.T).detach())
+        logits |= dict(zip(chains, capped, strict=True))
     return ChainOutput(states, logits, loss)

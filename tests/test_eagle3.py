@@ -11,7 +11,7 @@ from models import eagle3, masks
 from models.base import DraftBatch
 from models.eagle3 import Eagle3, Eagle3Layer, find_chains
 from models.target import Target, TargetConfig
-from tests.chains import SlowEagle3, chain_output, lively_eagle3, supervised_chains
+from tests.chains import SlowEagle3, chain_output, gemma_eagle3, lively_eagle3, supervised_chains
 from tests.conftest import planted_fault
 from tests.draft_batches import mixed_batch
 
@@ -71,6 +71,13 @@ def test_training_equals_chains_unrolled_one_by_one(
     check_against_definition(lively_eagle3(tiny_target, tiny_target_config, **changes))
 
 
+@pytest.mark.parametrize("changes", [{}, {"own_head": True, "draft_vocab_size": 20}])
+def test_a_target_with_scaled_embedding_and_capped_logits_is_followed(
+    tiny_target: Target, tiny_target_config: TargetConfig, changes: dict[str, Any]
+) -> None:
+    check_against_definition(gemma_eagle3(tiny_target, tiny_target_config, **changes))
+
+
 def sees_its_own_pair_twice(position: Tensor, anchor: Tensor, slot: Tensor, window: int | None) -> Tensor:
     return position <= anchor
 
@@ -125,6 +132,32 @@ def test_denominators_are_the_supervised_positions_of_each_step(drafter: Eagle3)
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[3]
     assert drafter.denominators(batch) == {f"step_{step}": count for step, count in enumerate(counts)}
     assert chain_output(drafter, batch).loss.metrics["accept_rate"][1].tolist() == counts
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 20])
+def test_metrics_are_sums_over_each_steps_supervised_positions(
+    tiny_target: Target, tiny_target_config: TargetConfig, draft_vocab_size: int | None
+) -> None:
+    """Out of the whole vocabulary: what the draft cannot say counts as a miss."""
+    drafter = lively_eagle3(tiny_target, tiny_target_config, draft_vocab_size=draft_vocab_size)
+    batch, slow = mixed_batch(drafter, seed=1), SlowEagle3(drafter)
+    output = chain_output(drafter, batch)
+    ids = torch.arange(55) if drafter.draft_ids is None else drafter.draft_ids
+    accepted, agreed = torch.zeros(4), torch.zeros(4)
+    for (row, start, step), logits in output.logits.items():
+        target = slow.capped(drafter.head @ batch.last_hidden[batch.last_hidden_ids[row, start + 1 + step]])
+        draft = torch.zeros(55).index_copy(0, ids, logits.softmax(0))
+        accepted[step] += torch.minimum(draft, target.softmax(0)).sum()
+        agreed[step] += ids[logits.argmax()] == target.argmax()
+    metrics = output.loss.metrics
+    torch.testing.assert_close(metrics["accept_rate"][0].float(), accepted, **CLOSE)
+    assert metrics["top1_agreement"][0].tolist() == agreed.tolist() and agreed.any()
+    if draft_vocab_size is None:  # no row without a loss
+        decays = torch.tensor([drafter.config.step_decay**step for step in range(4)])
+        terms = torch.stack(list(output.loss.numerators.values())).detach()
+        torch.testing.assert_close(metrics["cross_entropy"][0].float() * decays, terms, **CLOSE)
+    for name in ("accept_rate", "top1_agreement", "cross_entropy"):
+        assert torch.equal(metrics[name][1], torch.stack(list(drafter.denominators(batch).values())))
 
 
 def short_batch(drafter: Eagle3, loss_mask: list[int]) -> DraftBatch:

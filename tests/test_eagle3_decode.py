@@ -10,8 +10,9 @@ from torch import Tensor
 from models.base import DraftBatch
 from models.cache import KVCache
 from models.eagle3 import Eagle3, Eagle3State
+from models.sampling import Purpose, draw
 from models.target import Target, TargetConfig
-from tests.chains import chain_output, lively_eagle3, supervised_chains
+from tests.chains import chain_output, gemma_eagle3, lively_eagle3, supervised_chains
 from tests.conftest import planted_fault
 from tests.draft_batches import greedy_sampler, mixed_batch, stochastic_sampler
 
@@ -136,6 +137,13 @@ def test_training_and_decoding_give_the_same_logits(
     tiny_target: Target, tiny_target_config: TargetConfig, changes: dict[str, Any]
 ) -> None:
     check_training_equals_decoding(lively_eagle3(tiny_target, tiny_target_config, **changes))
+
+
+@pytest.mark.parametrize("changes", [{}, {"own_head": True, "draft_vocab_size": 20}])
+def test_capped_logits_are_capped_in_decoding_too(
+    tiny_target: Target, tiny_target_config: TargetConfig, changes: dict[str, Any]
+) -> None:
+    check_training_equals_decoding(gemma_eagle3(tiny_target, tiny_target_config, **changes))
 
 
 def test_a_position_off_by_one_in_decoding_is_noticed(monkeypatch: pytest.MonkeyPatch, drafter: Eagle3) -> None:
@@ -270,6 +278,20 @@ def test_a_chain_may_be_cut_or_drawn_out(drafter: Eagle3, num: int) -> None:
     assert other.tokens.shape == (3, num)
     assert torch.equal(other.tokens[:, :shared], four.tokens[:, :shared])
     torch.testing.assert_close(other.probs[:, :shared], four.probs[:, :shared], rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("draft_vocab_size", [None, 20])
+def test_tokens_are_drawn_from_their_probabilities_by_request_and_position(
+    tiny_target: Target, tiny_target_config: TargetConfig, draft_vocab_size: int | None
+) -> None:
+    drafter = lively_eagle3(tiny_target, tiny_target_config, draft_vocab_size=draft_vocab_size)
+    state, _, _ = ragged_state(drafter, [9, 2, 5])
+    sampler = stochastic_sampler(torch.tensor([30, 10, 20]))
+    proposal = drafter.propose(state, torch.tensor([4, 8, 15]), sampler, 4)
+    positions = torch.tensor([9, 2, 5])[:, None] + 1 + torch.arange(4)
+    columns = draw(proposal.probs, sampler.uniform(positions, Purpose.draft))
+    assert torch.equal(columns_of(drafter, proposal.tokens), columns)
 
 
 # ---- stop tokens

@@ -13,9 +13,9 @@ from torch import Tensor
 from data.store import FeatureStore
 from models.checkpoint import load_drafter, save_drafter
 from models.eagle3 import Eagle3, fused_layers
-from models.losses import DraftHead
+from models.losses import DraftHead, batch_vocabulary
 from models.target import Target, TargetConfig, load_target
-from tests.chains import lively_eagle3
+from tests.chains import chain_output, lively_eagle3
 from tests.conftest import build_drafter, eagle3_config, planted_fault
 from tests.draft_batches import greedy_sampler, mixed_batch, stochastic_sampler
 from tests.draft_checks import IDENTITY, check_a_step_helps, greedy, stored_batch, total_loss
@@ -127,6 +127,25 @@ def test_a_sampled_vocabulary_of_everything_gives_the_exact_loss(
     exact, sampled = (lively_eagle3(tiny_target, tiny_target_config, sampled_vocabulary=size) for size in (None, 55))
     batch = mixed_batch(exact)
     assert total_loss(sampled, batch).item() == pytest.approx(total_loss(exact, batch).item(), rel=1e-6)
+
+
+def test_a_sampled_vocabulary_is_the_loss_over_its_columns(
+    tiny_target: Target, tiny_target_config: TargetConfig
+) -> None:
+    drafter = lively_eagle3(tiny_target, tiny_target_config, sampled_vocabulary=3)
+    batch = mixed_batch(drafter)
+    batch.input_ids %= 20  # leaves 35 tokens to draw from
+    columns = batch_vocabulary(batch, 55, 3)
+    assert len(columns.ids) < 30 and columns.log_weights.any()
+    output, head = chain_output(drafter, batch), drafter.head[columns.ids]
+    sums = [0.0] * 4
+    for (row, start, step), state in output.states.items():
+        teacher = batch.last_hidden[batch.last_hidden_ids[row, start + 1 + step]]
+        target, draft = (head @ x + columns.log_weights for x in (teacher, state))
+        sums[step] -= (target.softmax(0) * draft.log_softmax(0)).sum().item()
+    for step, expected in enumerate(sums):
+        ours = output.loss.numerators[f"step_{step}"].item()
+        assert ours == pytest.approx(drafter.config.step_decay**step * expected, rel=1e-5)
 
 
 # ---- reduced vocabulary

@@ -265,9 +265,10 @@ def check_block_options(config: BlockConfig, spec: TargetSpec, mask_token_id: in
         )
     if config.sampled_vocabulary is not None and config.sampled_vocabulary < 1:
         raise ValueError(f"model.sampled_vocabulary must be positive or null (exact), got {config.sampled_vocabulary}")
-    if config.sliding_window is not None and config.sliding_window <= config.num_draft_tokens:
+    num_slots = config.num_draft_tokens + (config.slot_layout is SlotLayout.in_place)
+    if config.sliding_window is not None and config.sliding_window <= num_slots:
         raise ValueError(
-            f"model.sliding_window must be null or more than the {config.num_draft_tokens} slots of a block, "
+            f"model.sliding_window must be null or more than the {num_slots} slots of a block, "
             f"got {config.sliding_window}"
         )
     if mask_token_id is None:

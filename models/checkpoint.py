@@ -89,7 +89,7 @@ def save_drafter(drafter: Drafter, folder: Path, *, target: Mapping[str, str]) -
 def load_drafter(folder: Path, *, dtype: torch.dtype | None = None, target: TargetSpec | None = None) -> LoadedDrafter:
     """Build the drafter that a folder describes and load its weights; the format is read from the config alone.
 
-    `target` is asked only where a public config does not say how many layers its target has. Raises ValueError on a
+    `target` completes a public config (stop tokens, number of layers). Raises ValueError on a
     missing file, an unknown format, and missing, extra or misshaped tensors (all listed).
     """
     if not folder.is_dir():

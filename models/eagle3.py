@@ -13,7 +13,7 @@ by padded batch size times length).
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ from models.layers import DraftAttention, GatedMLP, RMSNorm, Rotary, attend_bloc
 from models.losses import DraftHead, LossWeights, VocabLoss, batch_vocabulary, vocab_loss
 from models.masks import cache_mask, context_mask
 from models.sampling import Purpose, Sampler
-from models.spec import TargetSpec
+from models.spec import TargetSpec, fused_layers
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,9 @@ class Eagle3(Drafter):
             # Invalid until a vocabulary is chosen or loaded: `check_weights` refuses them.
             self.register_buffer("d2t", torch.full((width,), -1))
             self.register_buffer("t2d", torch.zeros(spec.vocab_size, dtype=torch.bool))
+        self._frozen_rows: Tensor | None = (
+            None  # of the target's head, for a draft vocabulary without a head of its own
+        )
         self.apply(self.init_weights)
 
     @property
@@ -116,7 +119,7 @@ class Eagle3(Drafter):
         self.check_weights()
 
     def check_weights(self) -> None:
-        ids = self.draft_ids
+        ids, self._frozen_rows = self.draft_ids, None
         if ids is None:
             return
         if int(ids.min()) < 0 or int(ids.max()) >= self.spec.vocab_size or len(ids.unique()) < len(ids):
@@ -141,7 +144,15 @@ class Eagle3(Drafter):
             return None
         if ids is None:
             ids = torch.arange(self.spec.vocab_size, device=self.head.device)
-        return DraftHead(self.head[ids] if self.lm_head is None else self.lm_head.weight, ids)
+        if self.lm_head is not None:
+            return DraftHead(self.lm_head.weight, ids)
+        if self._frozen_rows is None:  # copied once: a draft vocabulary may have 32,000 rows
+            self._frozen_rows = self.head[ids]
+        return DraftHead(self._frozen_rows, ids)
+
+    def bind(self, embedding: Tensor, head: Tensor) -> Self:
+        self._frozen_rows = None
+        return super().bind(embedding, head)
 
     # ---- shared by training and decoding
 
@@ -269,7 +280,7 @@ class Eagle3(Drafter):
             tokens=drafted,
             probs=torch.stack(probs, dim=1),
             lengths=(before_stop + 1).clamp(max=num_draft_tokens),
-            candidate_ids=None if own is None else own.ids.expand(*drafted.shape, -1),
+            candidate_ids=None if self.draft_ids is None else self.draft_ids.expand(*drafted.shape, -1),
         )
 
     # ---- checkpoints
@@ -363,19 +374,6 @@ def step_metrics(steps: list[VocabLoss]) -> dict[str, tuple[Tensor, Tensor]]:
         "accept_rate": per_step([loss.accept_rate for loss in steps]),
         "top1_agreement": per_step([loss.top1_agrees for loss in steps]),
     }
-
-
-def fused_layers(layer_ids: tuple[int, ...], count: int | None) -> tuple[int, ...]:
-    """`count` of the target's feature layers, spread from the first to the last of them; None = all."""
-    if count is None or count == len(layer_ids):
-        return layer_ids
-    if not 1 <= count < len(layer_ids):
-        raise ValueError(
-            f"model.num_fused_layers must be null or 1..{len(layer_ids)} of the target's {list(layer_ids)}, got {count}"
-        )
-    if count == 1:
-        return (layer_ids[len(layer_ids) // 2],)
-    return tuple(layer_ids[round(i * (len(layer_ids) - 1) / (count - 1))] for i in range(count))
 
 
 def check_options(config: Eagle3Config, spec: TargetSpec) -> None:

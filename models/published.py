@@ -6,7 +6,7 @@ LlamaForCausalLMEagle3, one `midlayer`, a head of its own.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ class Published:
 
 
 def read_published(config: Mapping[str, Any], tensors: dict[str, Tensor], target: TargetSpec | None) -> Published:
-    """Build the drafter of a public config. `target` fills in its number of layers where the config is silent.
+    """Build the drafter of a public config. `target` gives the stop tokens, and its number of layers where the config
+    is silent.
 
     Raises ValueError on an unknown architecture, a missing field, and what this project cannot run.
     """
@@ -73,7 +74,8 @@ def _spec(config: Mapping[str, Any], target: TargetSpec | None) -> TargetSpec:
         )
     # Without a stop token in the file transformers would take Llama's 2 for one, and chains would end behind it.
     own = {"eos_token_id": None, **config, "num_hidden_layers": num_layers, "layer_types": None}
-    return TargetSpec.from_config(AutoConfig.for_model(**own))
+    spec = TargetSpec.from_config(AutoConfig.for_model(**own))
+    return spec if target is None else replace(spec, eos_token_ids=target.eos_token_ids)
 
 
 def _with_frozen_copies(drafter: Drafter, tensors: dict[str, Tensor]) -> Published:
@@ -142,6 +144,8 @@ def _window(config: Mapping[str, Any]) -> int | None:
         return None
     if kinds != {"sliding_attention"}:
         raise ValueError(f"layer_types mixes {sorted(kinds)}: only drafters whose layers are all alike are supported")
+    if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
+        raise ValueError("layer_types has sliding_attention, but sliding_window or use_sliding_window denies it")
     if config.get("is_causal", config.get("causal", True)):
         raise ValueError(
             "sliding_attention layers without is_causal=false are causal inside a block, which is not supported"
@@ -174,6 +178,8 @@ def _read_classic_eagle3(config: Mapping[str, Any], tensors: dict[str, Tensor], 
     if "d2t" not in rest and draft_size != spec.vocab_size:
         raise ValueError(f"draft_vocab_size={draft_size} of {spec.vocab_size} tokens, but no tensor d2t says which")
     if "d2t" in rest and "t2d" not in rest:
+        if draft_size != spec.vocab_size and not rest["d2t"].any():
+            raise ValueError(f"d2t is all zero, which would make the first {draft_size} tokens the draft vocabulary")
         rest["t2d"] = torch.isin(torch.arange(spec.vocab_size), rest["d2t"] + torch.arange(len(rest["d2t"])))
     elif "d2t" not in rest:
         rest.pop("t2d", None)

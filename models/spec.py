@@ -97,3 +97,16 @@ def spread_layer_ids(num_layers: int, count: int) -> tuple[int, ...]:
     if count == 1:
         return (num_layers // 2,)
     return tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
+
+
+def fused_layers(layer_ids: tuple[int, ...], count: int | None) -> tuple[int, ...]:
+    """`count` of the target's feature layers, spread from the first to the last of them; None = all."""
+    if count is None or count == len(layer_ids):
+        return layer_ids
+    if not 1 <= count < len(layer_ids):
+        raise ValueError(
+            f"model.num_fused_layers must be null or 1..{len(layer_ids)} of the target's {list(layer_ids)}, got {count}"
+        )
+    if count == 1:
+        return (layer_ids[len(layer_ids) // 2],)
+    return tuple(layer_ids[round(i * (len(layer_ids) - 1) / (count - 1))] for i in range(count))

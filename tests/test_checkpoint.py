@@ -201,6 +201,16 @@ def test_an_unknown_format_is_named(native: Path) -> None:
         load_drafter(native)
 
 
+@pytest.mark.parametrize("layout", [SlotLayout.in_place, None])
+def test_a_config_that_names_another_slot_layout_than_the_weights_is_refused(
+    native: Path, layout: SlotLayout | None
+) -> None:
+    """Shapes are the same in both layouts, and the wrong one would shift every draft by one token."""
+    edit_config(native, lambda config: config.update(slot_layout=layout))
+    with pytest.raises(ValueError, match=f"slot_layout.*{layout}"):
+        load_drafter(native)
+
+
 def test_another_format_version_is_refused(native: Path) -> None:
     edit_config(native, lambda config: config.update(format_version=2))
     with pytest.raises(ValueError, match="format_version 2, this version reads 1"):

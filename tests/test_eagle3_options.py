@@ -12,8 +12,9 @@ from torch import Tensor
 
 from data.store import FeatureStore
 from models.checkpoint import load_drafter, save_drafter
-from models.eagle3 import Eagle3, fused_layers
+from models.eagle3 import Eagle3
 from models.losses import DraftHead, batch_vocabulary
+from models.spec import fused_layers
 from models.target import Target, TargetConfig, load_target
 from tests.chains import chain_output, lively_eagle3
 from tests.conftest import build_drafter, eagle3_config, planted_fault

@@ -76,6 +76,7 @@ def test_plain_layer_names_and_members_of_a_whole_vocabulary_are_read_too(tmp_pa
         (lambda tensors: tensors.pop("d2t"), r"draft_vocab_size=20 of 60 tokens, but no tensor d2t says which"),
         (lambda tensors: tensors.update(d2t=torch.arange(20)), r"t2d and d2t name different draft tokens"),
         (lambda tensors: tensors.update(d2t=0 * torch.arange(20)), r"t2d and d2t name different draft tokens"),
+        (lambda tensors: (tensors.pop("t2d"), tensors["d2t"].zero_()), r"d2t is all zero"),
         (lambda tensors: (tensors.pop("t2d"), tensors["d2t"].fill_(50)), r"d2t maps draft tokens to 50\.\.69"),
         (lambda tensors: tensors.update(d2t=tensors["d2t"][:19].clone()), r"d2t has shape \[19\], expected \[20\]"),
         (lambda tensors: tensors.pop("fc.weight"), r"missing fc\.weight \[32, 96\]"),
@@ -85,7 +86,7 @@ def test_plain_layer_names_and_members_of_a_whole_vocabulary_are_read_too(tmp_pa
             r"embed_tokens\.weight has shape \[59, 32\], expected \[60, 32\]",
         ),
     ],
-    ids=["no d2t", "arange", "zeros", "outside", "short", "missing", "extra", "embedding"],
+    ids=["no d2t", "arange", "zeros", "zeros alone", "outside", "short", "missing", "extra", "embedding"],
 )
 def test_classic_tensors_that_do_not_fit_are_named(
     tmp_path: Path, edit: Callable[[dict[str, Tensor]], Any], message: str

@@ -102,7 +102,12 @@ def test_layers_that_a_zlab_file_does_not_name_follow_its_rule(
         ({"dflash_config": {"target_layer_ids": [1, 5, 8]}}, r"config\.json: missing 'mask_token_id'"),
         ({"dflash_config": {"mask_token_id": 60}}, r"mask_token_id must be in 0\.\.59"),
         ({"block_size": 1}, r"num_draft_tokens must be at least 1, got 0"),
-        ({**SLIDING, "is_causal": False, "sliding_window": 4}, "sliding_window must be null or more than the 4 slots"),
+        ({**SLIDING, "is_causal": False, "sliding_window": None}, "sliding_window or use_sliding_window denies it"),
+        (
+            {**SLIDING, "is_causal": False, "use_sliding_window": False},
+            "sliding_window or use_sliding_window denies it",
+        ),
+        ({**SLIDING, "is_causal": False, "sliding_window": 4}, "sliding_window must be null or more than the 5 slots"),
     ],
 )
 def test_a_zlab_file_that_this_project_cannot_run_is_refused(
@@ -258,7 +263,7 @@ def test_exports_that_no_engine_can_read_are_refused(tmp_path: Path) -> None:
     refused = [
         (build(eagle3_config(qk_norm=True)), "deepspec", "five fused layers"),
         (build(eagle3_config(qk_norm=True)), "vllm", "engine=vllm cannot be written for EAGLE-3"),
-        (build(dflash_config()), "gguf", "engine=gguf cannot be written for DFlash"),
+        (build(dflash_config(sliding_window=6)), "gguf", r"model\.sliding_window=6"),
         (build(dflash_config(slot_layout=SlotLayout.in_place)), "deepspec", "no slot_layout=in_place"),
         (build(dflash_config(sliding_window=6)), "deepspec", r"no sliding window \(got 6\)"),
     ]

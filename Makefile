@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PROMPTS_DIR ?= $(wildcard ../shared/prompts)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo drafters test test-slow test-engines check format
+.PHONY: help demo drafters test test-slow test-engines bench check format
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ test-slow: $(VENV)/installed  ## kill loops, launcher matrix, statistics in full
 
 test-engines: $(VENV)/engines  ## exported drafters served by llama.cpp against our own runtime
 	$(BIN)/pytest -m "engine and not gpu"
+
+bench: $(VENV)/installed  ## training steps at a vocabulary of 151,936 against dense logits; writes outputs/bench.json
+	$(BIN)/python -m tests.bench_losses
 
 check: $(VENV)/installed  ## lint, format and types
 	$(BIN)/ruff check .

@@ -15,9 +15,18 @@ from models.base import DraftBatch, Drafter, SlotLayout, check_layer_ids
 from models.cache import KVCache
 from models.config import to_dataclass
 from models.layers import BlockLayer, RMSNorm, Rotary
-from models.losses import LossWeights, VocabLoss, batch_vocabulary, position_decay, published_decay, sum_of, vocab_loss
+from models.losses import (
+    LossWeights,
+    batch_vocabulary,
+    check_terms,
+    dynamic_weights,
+    position_decay,
+    published_decay,
+    sum_of,
+)
 from models.masks import cache_mask, context_mask
 from models.spec import TargetSpec
+from models.vocab_loss import VocabLoss, vocab_loss
 
 
 @dataclass(frozen=True)
@@ -29,8 +38,8 @@ class BlockConfig:
     slot_layout: SlotLayout
     sliding_window: int | None
     decay: float | None
-    cross_entropy_weight: float
-    l1_weight: float
+    dpace_smoothing: float | None
+    loss: LossWeights
     sampled_vocabulary: int | None
 
 
@@ -55,7 +64,7 @@ class SupervisedSlots:
     mask: Tensor  # [B, A, K] bool
     labels: Tensor  # [R] int64
     previous: Tensor  # [R] int64, the true token before the label
-    teacher: Tensor  # [R, D]
+    teacher_rows: Tensor  # [R] int64 row of the batch's last_hidden that predicts the label
     weights: Tensor  # [R]
     slot_ids: Tensor  # [R] int64 in 0..K-1
 
@@ -161,7 +170,7 @@ class BlockDrafter(Drafter):
             mask=mask,
             labels=take(batch.input_ids, label_ids)[mask],
             previous=take(batch.input_ids, label_ids - 1)[mask],
-            teacher=batch.last_hidden[teacher_rows],
+            teacher_rows=teacher_rows,
             weights=position_decay(num_slots, self.decay, mask.device).expand(mask.shape)[mask],
             slot_ids=slots.expand(mask.shape)[mask],
         )
@@ -182,38 +191,40 @@ class BlockDrafter(Drafter):
         bias_input: Tensor | None = None,  # [R, r], with bias_head [V, r]
         bias_head: Tensor | None = None,
     ) -> VocabLoss:
-        """Weighted cross-entropy and L1 of the supervised slots, over all of the vocabulary or the batch's sample."""
+        """Weighted terms of the supervised slots, over all of the vocabulary or the batch's sample."""
         head, labels, log_weights = self.head, slots.labels, None
         if self.config.sampled_vocabulary is not None:
             drawn = batch_vocabulary(batch, len(head), self.config.sampled_vocabulary)
             head, labels, log_weights = head[drawn.ids], drawn.places(labels), drawn.log_weights
             bias_head = None if bias_head is None else bias_head[drawn.ids]
-        return vocab_loss(
-            hidden,
-            slots.teacher.to(hidden.dtype),
-            head=head,
-            weights=slots.weights,
-            terms=LossWeights(cross_entropy=self.config.cross_entropy_weight, l1=self.config.l1_weight),
-            labels=labels,
-            bias_input=bias_input,
-            bias_head=bias_head,
-            softcap=self.spec.logit_softcap,
-            log_weights=log_weights,
-        )
+
+        def loss(weights: Tensor) -> VocabLoss:
+            return vocab_loss(
+                hidden,
+                batch.last_hidden,
+                head=head,
+                weights=weights,
+                terms=self.config.loss,
+                labels=labels,
+                teacher_ids=slots.teacher_rows,
+                bias_input=bias_input,
+                bias_head=bias_head,
+                softcap=self.spec.logit_softcap,
+                log_weights=log_weights,
+            )
+
+        if self.config.dpace_smoothing is None:
+            return loss(slots.weights)
+        with torch.no_grad():  # the weights need every slot of a block, so they take a pass of their own
+            confidence = loss(slots.weights).cross_entropy
+        return loss(dynamic_weights(confidence, slots.mask, self.config.dpace_smoothing))
 
     def slot_metrics(self, loss: VocabLoss, slots: SupervisedSlots) -> dict[str, tuple[Tensor, Tensor]]:
-        """Weighted loss terms; accept rate and top-1 agreement per slot, [K] each."""
-        zeros = torch.zeros(self.num_draft_tokens, dtype=torch.float64, device=slots.slot_ids.device)
-        counts = zeros.index_add(0, slots.slot_ids, torch.ones_like(slots.slot_ids, dtype=torch.float64))
-
-        def per_slot(values: Tensor) -> tuple[Tensor, Tensor]:
-            return zeros.index_add(0, slots.slot_ids, values.detach().double()), counts
-
+        """Weighted cross-entropy and L1; accept rate and top-1 agreement per slot, [K] each."""
         return {
+            **loss.metrics(slots.slot_ids, self.num_draft_tokens),
             "cross_entropy": sum_of(loss.cross_entropy, slots.weights),
             "l1": sum_of(loss.l1, slots.weights),
-            "accept_rate": per_slot(loss.accept_rate),
-            "top1_agreement": per_slot(loss.top1_agrees),
         }
 
     # ---- decoding
@@ -262,6 +273,11 @@ def check_block_options(config: BlockConfig, spec: TargetSpec, mask_token_id: in
     if config.decay is not None and config.decay < 0:
         raise ValueError(
             f"model.decay must be positive, 0 (no decay) or null (as published for the block), got {config.decay}"
+        )
+    check_terms(config.loss)
+    if config.dpace_smoothing is not None and not 0 < config.dpace_smoothing <= 1:
+        raise ValueError(
+            f"model.dpace_smoothing must be in (0, 1] or null (static decay), got {config.dpace_smoothing}"
         )
     if config.sampled_vocabulary is not None and config.sampled_vocabulary < 1:
         raise ValueError(f"model.sampled_vocabulary must be positive or null (exact), got {config.sampled_vocabulary}")

@@ -23,10 +23,11 @@ from models.base import DraftBatch, Drafter, DraftLoss, Proposal, Serving, check
 from models.cache import KVCache
 from models.config import to_dataclass
 from models.layers import DraftAttention, GatedMLP, RMSNorm, Rotary, attend_blocks
-from models.losses import DraftHead, LossWeights, VocabLoss, batch_vocabulary, vocab_loss
+from models.losses import LossWeights, batch_vocabulary, check_terms
 from models.masks import cache_mask, context_mask
 from models.sampling import Purpose, Sampler
 from models.spec import TargetSpec, fused_layers
+from models.vocab_loss import DraftHead, VocabLoss, vocab_loss
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Eagle3Config:
     num_draft_tokens: int
     num_fused_layers: int | None
     step_decay: float
+    loss: LossWeights
     qk_norm: bool
     norm_before_residual: bool
     norm_before_fc: bool
@@ -200,37 +202,49 @@ class Eagle3(Drafter):
         mask = context_mask(chains, batch.document_ids)
         hidden = fused.gather(1, starts[..., None].expand(-1, -1, fused.shape[-1]))
         positions = batch.position_ids.gather(1, starts)
-        columns = None
-        if self.config.sampled_vocabulary is not None:
-            columns = batch_vocabulary(batch, self.spec.vocab_size, self.config.sampled_vocabulary)
-        head = self.head if columns is None else self.head[columns.ids]
-        draft_head = self.draft_head()
-        steps: list[VocabLoss] = []
+        states: list[Tensor] = []  # [R_s, D] of the supervised chains, step by step
+        teacher_rows: list[Tensor] = []  # [R_s]
         chain: list[tuple[Tensor, Tensor]] = []
         for step in range(self.num_draft_tokens):
             ids = (starts + 1 + step).clamp(max=batch.input_ids.shape[1] - 1)  # of the token that this step consumes
             hidden = self.step(batch.input_ids.gather(1, ids), hidden, positions + step, chain, context, mask)
             normed = self.norm(hidden)
             rows = supervised[..., step]
-            teacher_rows = batch.last_hidden_ids.gather(1, ids)[rows]
-            assert bool((teacher_rows >= 0).all()), "a supervised token has no stored last hidden state"
-            states = normed[rows]
-            steps.append(
-                vocab_loss(
-                    states,
-                    batch.last_hidden[teacher_rows].to(states.dtype),
-                    head=head,
-                    weights=states.new_ones(len(states)),
-                    terms=LossWeights(soft_cross_entropy=1.0),
-                    draft_head=draft_head,
-                    softcap=self.spec.logit_softcap,
-                    log_weights=None if columns is None else columns.log_weights,
-                )
-            )
+            states.append(normed[rows])
+            teacher_rows.append(batch.last_hidden_ids.gather(1, ids)[rows])
             if self.config.norm_output:
                 hidden = normed
-        numerators = {f"step_{s}": self.config.step_decay**s * loss.total for s, loss in enumerate(steps)}
-        return DraftLoss(numerators, step_metrics(steps))
+        loss = self.chain_loss(batch, states, teacher_rows)
+        numerators = {f"step_{s}": self.config.step_decay**s * total for s, total in enumerate(loss.totals)}
+        step_ids = torch.cat([torch.full_like(rows, step) for step, rows in enumerate(teacher_rows)])
+        return DraftLoss(numerators, loss.metrics(step_ids, len(states)))
+
+    def chain_loss(self, batch: DraftBatch, states: list[Tensor], teacher_rows: list[Tensor]) -> VocabLoss:
+        """One total a step, rows in the order of the steps. All steps that predict a token share the target's
+        distribution; only a head in training, whose gradient sums over rows, needs a pass for every step."""
+        assert bool((torch.cat(teacher_rows) >= 0).all()), "a supervised token has no stored last hidden state"
+        sampled = self.config.sampled_vocabulary
+        columns = None if sampled is None else batch_vocabulary(batch, self.spec.vocab_size, sampled)
+
+        def loss_of(steps: list[int]) -> VocabLoss:
+            ids = [torch.full_like(teacher_rows[step], place) for place, step in enumerate(steps)]
+            return vocab_loss(
+                torch.cat([states[step] for step in steps]),
+                batch.last_hidden,
+                head=self.head if columns is None else self.head[columns.ids],
+                weights=torch.ones_like(torch.cat(ids), dtype=torch.float32),
+                terms=self.config.loss,
+                teacher_ids=torch.cat([teacher_rows[step] for step in steps]),
+                group_ids=torch.cat(ids),
+                num_groups=len(steps),
+                draft_head=self.draft_head(),
+                softcap=self.spec.logit_softcap,
+                log_weights=None if columns is None else columns.log_weights,
+            )
+
+        steps = list(range(len(states)))
+        parts = [loss_of(steps)] if self.lm_head is None else [loss_of([step]) for step in steps]
+        return VocabLoss(*(torch.cat(values) for values in zip(*(vars(part).values() for part in parts), strict=True)))
 
     def denominators(self, batch: DraftBatch) -> dict[str, Tensor]:
         """Supervised positions of each step; the step weight stands in the numerators only."""
@@ -362,26 +376,15 @@ def find_chains(batch: DraftBatch, num_steps: int) -> tuple[Tensor, Tensor]:
     return starts.masked_fill(unused, -1), supervised
 
 
-def step_metrics(steps: list[VocabLoss]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Per step, [K] each: soft cross-entropy in nats, accept rate and top-1 agreement, all teacher-forced."""
-    counts = torch.stack([torch.tensor(len(loss.l1), dtype=torch.float64, device=loss.l1.device) for loss in steps])
-
-    def per_step(values: list[Tensor]) -> tuple[Tensor, Tensor]:
-        return torch.stack([value.detach().double().sum() for value in values]), counts
-
-    return {
-        "cross_entropy": per_step([loss.cross_entropy for loss in steps]),
-        "accept_rate": per_step([loss.accept_rate for loss in steps]),
-        "top1_agreement": per_step([loss.top1_agrees for loss in steps]),
-    }
-
-
 def check_options(config: Eagle3Config, spec: TargetSpec) -> None:
     """Raises ValueError naming the option, its value and its limits."""
     if config.num_draft_tokens < 1:
         raise ValueError(f"model.num_draft_tokens must be at least 1, got {config.num_draft_tokens}")
     if not 0 < config.step_decay <= 1:
         raise ValueError(f"model.step_decay must be in (0, 1], got {config.step_decay}")
+    check_terms(config.loss)
+    if config.loss.cross_entropy:
+        raise ValueError("model.loss.cross_entropy is for block drafters; EAGLE-3 learns model.loss.soft_cross_entropy")
     if config.norm_before_fc and config.fc_norm:
         raise ValueError("model.norm_before_fc=true and model.fc_norm=true exclude each other: choose one")
     size = config.draft_vocab_size

@@ -18,6 +18,7 @@ from models.block import BlockConfig
 from models.dflash import DFlash, DFlashConfig
 from models.dspark import DSpark, DSparkConfig, MarkovHeadType
 from models.eagle3 import Eagle3, Eagle3Config
+from models.losses import LossWeights
 from models.spec import TargetSpec, spread_layer_ids
 
 # Sizes that transformers would fill with some model's values if they were absent; the second line a Qwen3's only.
@@ -96,7 +97,7 @@ def _read_dspark(config: Mapping[str, Any], tensors: dict[str, Tensor], spec: Ta
     places = {"target_layer_ids": tuple(config["target_layer_ids"]), "mask_token_id": config["mask_token_id"]}
     if not rank and not confidence:
         return _with_frozen_copies(DFlash(DFlashConfig(**options), spec, **places), tensors)
-    options |= {"decay": 4.0, "cross_entropy_weight": 0.1, "l1_weight": 0.9}  # as published; the file is silent
+    options |= {"decay": 4.0, "loss": LossWeights(cross_entropy=0.1, l1=0.9)}  # as published; the file is silent
     own = DSparkConfig(
         **options,
         markov_rank=rank,
@@ -127,8 +128,8 @@ def _block_options(config: Mapping[str, Any], *, in_place: bool) -> dict[str, An
         slot_layout=SlotLayout.in_place if in_place else SlotLayout.anchor_first,
         sliding_window=_window(config),
         decay=None,
-        cross_entropy_weight=1.0,
-        l1_weight=0.0,
+        dpace_smoothing=None,
+        loss=LossWeights(cross_entropy=1.0),
         sampled_vocabulary=None,
     )
     return dict(vars(options))
@@ -204,6 +205,7 @@ def _eagle3_options(config: Mapping[str, Any], **own: Any) -> Eagle3Config:
     options: dict[str, Any] = {
         "num_fused_layers": None,
         "step_decay": 0.8,
+        "loss": LossWeights(soft_cross_entropy=1.0),
         "norm_before_residual": config.get("norm_before_residual", False),
         "norm_before_fc": config.get("norm_before_fc", nested.get("norm_before_fc", False)),
         "fc_norm": config.get("fc_norm", config.get("use_aux_norm", False)),

@@ -15,6 +15,7 @@ from models.eagle3 import Eagle3, find_chains
 from models.target import Target, TargetConfig
 from tests.conftest import build_drafter, eagle3_config
 from tests.draft_batches import enliven
+from tests.training_logits import rows_by_total
 
 Chain = tuple[int, int, int]  # row, position t of the first pair, step s: predicts token t + 2 + s
 
@@ -167,8 +168,9 @@ def chain_output(drafter: Eagle3, batch: DraftBatch) -> ChainOutput:
         loss = drafter(batch)
     starts, supervised = find_chains(batch, drafter.num_draft_tokens)
     states, logits = {}, {}
-    for step, ((hidden, _), options) in enumerate(spy.call_args_list):
-        head = options["head"] if options["draft_head"] is None else options["draft_head"].weight
+    options, steps = spy.call_args.kwargs, [rows for call in spy.call_args_list for rows, _ in rows_by_total(call)]
+    head = options["head"] if options["draft_head"] is None else options["draft_head"].weight
+    for step, hidden in enumerate(steps):
         chains = [(row, int(starts[row, place]), step) for row, place in supervised[..., step].nonzero().tolist()]
         assert len(chains) == len(hidden)
         states |= dict(zip(chains, hidden, strict=True))

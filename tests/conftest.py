@@ -32,6 +32,7 @@ from models.dflash import DFlash, DFlashConfig
 from models.dspark import DSpark, DSparkConfig, MarkovHeadType
 from models.eagle3 import Eagle3, Eagle3Config
 from models.files import write_json
+from models.losses import LossWeights
 from models.target import Target, TargetConfig, TargetIdentity, load_target, target_identity
 
 torch.set_num_threads(1)  # reductions in one order, and room for a second process
@@ -161,8 +162,8 @@ BLOCK_OPTIONS: dict[str, Any] = {
     "slot_layout": SlotLayout.anchor_first,
     "sliding_window": None,
     "decay": 4.0,
-    "cross_entropy_weight": 0.1,
-    "l1_weight": 0.9,
+    "dpace_smoothing": None,
+    "loss": LossWeights(cross_entropy=0.1, l1=0.9),
     "sampled_vocabulary": None,
 }
 
@@ -189,6 +190,7 @@ def eagle3_config(**changes: Any) -> Eagle3Config:
         "num_draft_tokens": 4,
         "num_fused_layers": None,
         "step_decay": 0.8,
+        "loss": LossWeights(soft_cross_entropy=1.0),
         "qk_norm": False,
         "norm_before_residual": False,
         "norm_before_fc": False,

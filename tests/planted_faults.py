@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import data.chat as chat_module
 import models.eagle3 as eagle3_module
 import models.layers as layers_module
-import models.losses as losses_module
 import models.masks as masks_module
 import models.target as target_module
+import models.vocab_loss as losses_module
 import train.setup as training_setup
 from models.base import DraftBatch, Drafter
 from models.block import BlockDrafter, SupervisedSlots
@@ -58,7 +58,8 @@ def teacher_one_late(
     drafter: BlockDrafter, batch: DraftBatch, right: Any = BlockDrafter.supervised_slots
 ) -> SupervisedSlots:
     """Labels of a drafter that predicts the next token, for one that fills its own slot."""
-    return right(drafter, replace(batch, last_hidden=batch.last_hidden.roll(-1, dims=0)))
+    slots = right(drafter, batch)
+    return replace(slots, teacher_rows=(slots.teacher_rows + 1) % len(batch.last_hidden))
 
 
 def sees_one_more(position: Tensor, anchor: Tensor, slot: Tensor, window: int | None) -> Tensor:
@@ -130,10 +131,8 @@ def feeds_its_own_tokens(
     return right(drafter, tokens, hidden, *rest)
 
 
-def counts_rows_out_of_reach(
-    logits: Tensor, target_logits: Tensor, part: slice, constants: Any, right: Any = losses_module._compare
-) -> Any:
-    return replace(right(logits, target_logits, part, constants), weights=constants.weights[part])
+def counts_rows_out_of_reach(logits: Tensor, target: Any, *rest: Any, right: Any = losses_module._compare) -> Any:
+    return right(logits, replace(target, inside=torch.ones_like(target.inside)), *rest)
 
 
 def loads_what_fits(drafter: Drafter, tensors: dict[str, Tensor], path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from models.base import DraftBatch, Drafter
 from models.block import BlockDrafter
 from models.target import Target
-from tests.training_logits import dense_logits, training_logits
+from tests.training_logits import dense_logits, rows_by_total, training_logits
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,12 @@ def drafts_after(drafter: Drafter, text: Text) -> dict[int, Tensor]:
     with mock.patch.object(module, "vocab_loss", wraps=module.vocab_loss) as spy:
         drafter(batch)
     found: dict[int, list[Tensor]] = {}
-    for step, call in enumerate(spy.call_args_list):
+    steps = [rows for call in spy.call_args_list for rows, _ in rows_by_total(call)]
+    options = {"bias_input": None, **spy.call_args.kwargs}
+    for step, rows in enumerate(dense_logits(hidden, options) for hidden in steps):
         # the chain at t has a supervised step s where t + 2 + s is an answer token that the text holds
         first = max(0, text.num_prompt - 2 - step)
-        logits = dense_logits(call.args[0], {"bias_input": None, **call.kwargs})
-        for place, row in enumerate(logits):
+        for place, row in enumerate(rows):
             found.setdefault(first + place + 1, []).append(row)
     # chains that begin in the prompt lack their first steps, and never occur in decoding
     return {start: torch.stack(rows) for start, rows in found.items() if start >= text.num_prompt}

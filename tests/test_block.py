@@ -156,7 +156,7 @@ def test_supervised_slots_equal_a_loop(
         labels, previous, teacher, weights, slot_ids = zip(*rows, strict=True)
         assert slots.labels.tolist() == list(labels)
         assert slots.previous.tolist() == list(previous)
-        assert torch.equal(slots.teacher, torch.stack(teacher))
+        assert torch.equal(batch.last_hidden[slots.teacher_rows], torch.stack(teacher))
         torch.testing.assert_close(slots.weights, torch.tensor(weights), rtol=1e-6, atol=0)
         assert slots.slot_ids.tolist() == list(slot_ids)
         assert drafter.slot_weight(batch).item() == pytest.approx(sum(weights), rel=1e-6)

@@ -116,7 +116,7 @@ def test_every_head_survives_the_deepspec_format(
     export_drafter(drafter, tmp_path, engine="deepspec", dtype=torch.float32, card="")
     loaded = load_drafter(tmp_path).drafter
     check_same_weights(loaded, drafter)
-    unstored = ("cross_entropy_weight", "l1_weight", "confidence_weight")
+    unstored = ("loss", "confidence_weight")
     same_weights = {name: getattr(drafter.config, name) for name in unstored}
     assert replace(loaded.config, **same_weights) == drafter.config
 

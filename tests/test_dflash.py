@@ -13,7 +13,7 @@ from models import block, masks
 from models.base import SlotLayout
 from models.checkpoint import load_drafter, save_drafter
 from models.dflash import DFlash
-from models.losses import published_decay
+from models.losses import LossWeights, dynamic_weights, published_decay
 from models.sampling import Purpose, SamplingConfig, draw
 from models.target import Target, TargetConfig
 from tests.conftest import TINY_LAYER_IDS, build_drafter, dflash_config, planted_fault
@@ -195,6 +195,18 @@ def test_no_decay_given_means_the_published_one(
     assert build_drafter(dflash_config(decay=0.0), tiny_target, tiny_target_config).decay == 0.0
 
 
+def test_dpace_weighs_slots_by_the_drafts_own_confidence(tiny_target: Target, tiny_target_config: TargetConfig) -> None:
+    """Dynamic weights in the numerator only: the denominator stays that of the decay."""
+    drafter = lively_dflash(tiny_target, tiny_target_config, loss=LossWeights(cross_entropy=1.0), dpace_smoothing=0.5)
+    batch = mixed_batch(drafter)
+    seen, slots = training_logits(drafter, batch), drafter.supervised_slots(batch)
+    rows = torch.nn.functional.cross_entropy(seen.draft, seen.labels, reduction="none")
+    weights = dynamic_weights(rows, slots.mask, 0.5)
+    assert seen.loss.numerators["tokens"].item() == pytest.approx(float((weights * rows).sum()), rel=1e-4)
+    assert drafter.denominators(batch)["tokens"].item() == pytest.approx(float(slots.weights.sum()), rel=1e-6)
+    check_a_step_helps(drafter, batch)
+
+
 def test_the_only_term_is_that_of_the_tokens(drafter: DFlash) -> None:
     batch = mixed_batch(drafter)
     loss = drafter(batch)
@@ -208,6 +220,9 @@ def test_the_only_term_is_that_of_the_tokens(drafter: DFlash) -> None:
         ({"num_layers": 0}, r"model\.num_layers must be at least 1, got 0"),
         ({"num_draft_tokens": 0}, r"model\.num_draft_tokens must be at least 1, got 0"),
         ({"decay": -1.0}, r"model\.decay must be positive, 0 \(no decay\) or null .*, got -1\.0"),
+        ({"dpace_smoothing": 0.0}, r"model\.dpace_smoothing must be in \(0, 1\] or null \(static decay\), got 0\.0"),
+        ({"loss": LossWeights()}, r"model\.loss has no term: give at least one of its weights a value above 0"),
+        ({"loss": LossWeights(l1=-1.0)}, r"model\.loss\.l1 must be at least 0 \(0 = off\), got -1\.0"),
         ({"sampled_vocabulary": 0}, r"model\.sampled_vocabulary must be positive or null \(exact\), got 0"),
         ({"sliding_window": 4}, r"model\.sliding_window must be null or more than the 4 slots of a block, got 4"),
         ({"sliding_window": 0}, r"model\.sliding_window must be null or more than the 4 slots of a block, got 0"),

@@ -1,5 +1,6 @@
 """Tests of models/dspark.py: every combination of heads works, and contradictory options are refused."""
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from data.store import FeatureStore
 from models.base import DraftBatch, SlotLayout
 from models.checkpoint import load_drafter, save_drafter
 from models.dspark import DSpark, MarkovHeadType
+from models.losses import LossWeights
 from models.target import Target, TargetConfig
 from tests.conftest import TINY_LAYER_IDS, build_dspark
 from tests.draft_batches import greedy_sampler, lively_dspark, mixed_batch
@@ -134,8 +136,8 @@ def test_the_confidence_label_trains_the_head_but_not_through_the_label(
     tiny_target: Target, tiny_target_config: TargetConfig
 ) -> None:
     """Only the label is detached: the head's input gives gradients to backbone and W1, as in the reference."""
-    changes = {"cross_entropy_weight": 0.0, "l1_weight": 0.0}
-    drafter = lively_dspark(tiny_target, tiny_target_config, **changes)
+    drafter = lively_dspark(tiny_target, tiny_target_config)
+    drafter.config = replace(drafter.config, loss=LossWeights())  # the confidence term alone
     total_loss(drafter, mixed_batch(drafter)).backward()
     assert drafter.markov_head is not None and drafter.confidence_head is not None
     assert drafter.markov_head.markov_w1.weight.grad.any() and drafter.fc.weight.grad.any()

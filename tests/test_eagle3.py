@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from models.target import Target, TargetConfig
 from tests.chains import SlowEagle3, chain_output, gemma_eagle3, lively_eagle3, supervised_chains
 from tests.conftest import planted_fault
 from tests.draft_batches import mixed_batch
+from tests.training_logits import rows_by_total
 
 # Normed states of order 1 and logits of 1e1 after up to 4 steps, in sums of another order.
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -178,25 +180,19 @@ def short_batch(drafter: Eagle3, loss_mask: list[int]) -> DraftBatch:
 def check_labels(drafter: Eagle3) -> None:
     """Answer tokens 3, 4 and 5: the first of them is predicted, and no prompt token is."""
     batch = short_batch(drafter, [0, 0, 0, 1, 1, 1])
-    states: dict[tuple[int, int], Tensor] = {}
-    right = eagle3.vocab_loss
-
-    def recorded(hidden: Tensor, teacher: Tensor, **options: Any) -> Any:
-        hidden.retain_grad()
+    with mock.patch.object(eagle3, "vocab_loss", wraps=eagle3.vocab_loss) as spy:
+        loss = drafter(batch)
+    trained = set()
+    for step, (_, teacher) in enumerate(rows for call in spy.call_args_list for rows in rows_by_total(call)):
         # which prediction a row is, told by the target's state that it is compared with
         rows = [(batch.last_hidden == row).all(1).nonzero().item() for row in teacher]
-        step = max((key[1] + 1 for key in states), default=0)
-        states.update({(int(row) + 1, step): hidden for row in rows})
         assert rows == sorted(rows)
-        return right(hidden, teacher, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eagle3, "vocab_loss", recorded)
-        loss = drafter(batch)
+        trained |= {(int(row) + 1, step) for row in rows}
     # labels t + 2 + s: token 3 has chains at 1 and 0, token 4 at 2, 1 and 0, token 5 one more
-    assert set(states) == {(label, step) for label in (3, 4, 5) for step in range(label - 1)}
-    torch.stack(list(loss.numerators.values())).sum().backward()
-    assert all(hidden.grad is not None and hidden.grad.any(-1).all() for hidden in states.values())
+    assert trained == {(label, step) for label in (3, 4, 5) for step in range(label - 1)}
+    hidden = spy.call_args.args[0]
+    (gradient,) = torch.autograd.grad(torch.stack(list(loss.numerators.values())).sum(), hidden)
+    assert gradient.any(-1).all()
 
 
 def test_exactly_the_answer_tokens_have_a_gradient_at_their_logits(drafter: Eagle3) -> None:

@@ -13,9 +13,10 @@ from torch import Tensor
 from data.store import FeatureStore
 from models.checkpoint import load_drafter, save_drafter
 from models.eagle3 import Eagle3
-from models.losses import DraftHead, batch_vocabulary
+from models.losses import LossWeights, batch_vocabulary
 from models.spec import fused_layers
 from models.target import Target, TargetConfig, load_target
+from models.vocab_loss import DraftHead
 from tests.chains import chain_output, lively_eagle3
 from tests.conftest import build_drafter, eagle3_config, planted_fault
 from tests.draft_batches import greedy_sampler, mixed_batch, stochastic_sampler
@@ -102,6 +103,7 @@ def test_a_trained_drafter_is_accepted_and_keeps_the_output(
         ({"sampled_vocabulary": 5, "own_head": True}, r"sampled_vocabulary needs model\.own_head=false and"),
         ({"sampled_vocabulary": 5, "draft_vocab_size": 20}, r"sampled_vocabulary needs .*model\.draft_vocab_size=null"),
         ({"sampled_vocabulary": 0}, r"model\.sampled_vocabulary must be positive or null \(exact\), got 0"),
+        ({"loss": LossWeights(cross_entropy=1.0)}, r"model\.loss\.cross_entropy is for block drafters"),
         ({"num_fused_layers": 0}, r"model\.num_fused_layers must be null or 1\.\.3 of the target's \[0, 1, 2\], got 0"),
         ({"num_fused_layers": 4}, r"model\.num_fused_layers must be null or 1\.\.3 of the target's \[0, 1, 2\], got 4"),
     ],

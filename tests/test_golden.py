@@ -25,6 +25,7 @@ from models.base import DraftBatch, Drafter
 from models.block import BlockDrafter
 from models.checkpoint import load_drafter
 from models.eagle3 import Eagle3
+from models.losses import LossWeights
 from models.published import known_architecture
 from models.sampling import SamplingConfig
 from models.target import Target, TargetConfig, load_spec, load_target
@@ -97,7 +98,7 @@ def trained(case: str) -> tuple[BlockDrafter, DraftBatch, TrainingLogits]:
     drafter = load_case(case)
     assert isinstance(drafter, BlockDrafter)
     hyper = expected(case)["hyper"]
-    weights = {"cross_entropy_weight": hyper["ce"], "l1_weight": hyper["l1"]}
+    weights: dict[str, Any] = {"loss": LossWeights(cross_entropy=hyper["ce"], l1=hyper["l1"])}
     if hasattr(drafter.config, "confidence_weight"):
         weights["confidence_weight"] = hyper["conf"]
     drafter.config = replace(drafter.config, **weights)

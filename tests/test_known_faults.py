@@ -20,9 +20,9 @@ import models.checkpoint as checkpoint_module
 import models.dspark as dspark_module
 import models.eagle3 as eagle3_module
 import models.layers as layers_module
-import models.losses as losses_module
 import models.masks as masks_module
 import models.target as target_module
+import models.vocab_loss as losses_module
 import train.setup as training_setup
 from models.base import SlotLayout
 from models.block import BlockDrafter

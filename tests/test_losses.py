@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models import losses
-from models.losses import LossWeights, position_decay, published_decay, sample_vocabulary, sum_of, vocab_loss
+from models import vocab_loss as losses
+from models.losses import LossWeights, position_decay, published_decay, sample_vocabulary, sum_of
+from models.vocab_loss import VocabLoss, vocab_loss
 from tests.conftest import planted_fault
 
 VOCAB_SIZE, HIDDEN_SIZE, RANK = 23, 8, 3
@@ -36,7 +37,7 @@ class Inputs:
 
     def loss(
         self, *, cross_entropy: float, l1: float, softcap: float | None, log_weights: Tensor | None = None
-    ) -> losses.VocabLoss:
+    ) -> VocabLoss:
         return vocab_loss(
             self.hidden,
             self.teacher,
@@ -257,7 +258,7 @@ def test_a_missing_l1_factor_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
     right = losses._logit_gradient
 
     def halved(chunk: Any, terms: LossWeights) -> Tensor:
-        return right(chunk, replace(terms, l1=terms.l1 / 2))
+        return right(replace(chunk, moved=chunk.moved / 2), terms)
 
     with planted_fault(monkeypatch, losses, "_logit_gradient", halved):
         check_against_dense(cross_entropy=0.1, l1=0.9, softcap=None)

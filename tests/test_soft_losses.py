@@ -8,16 +8,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models import losses
-from models.losses import DraftHead, LossWeights, VocabLoss, vocab_loss
+from models import vocab_loss as losses
+from models.losses import LossWeights
+from models.vocab_loss import DraftHead, VocabLoss, vocab_loss
 from tests.conftest import planted_fault
 
 VOCAB_SIZE, DRAFT_SIZE, HIDDEN_SIZE, NUM_ROWS = 23, 9, 8, 11
 # Gradients of up to 1e1; float32 sums of 23 terms in another order.
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 SOFT = LossWeights(soft_cross_entropy=1.0)
-WITH_LABELS = [SOFT, LossWeights(0.3, 0.7), LossWeights(0.1, 0.5, 0.9), LossWeights(0.0, 0.6, 1.3)]
-WITHOUT_LABELS = [SOFT, LossWeights(soft_cross_entropy=0.6, l1=1.3), LossWeights(l1=1.0)]
+WITHOUT_LABELS = [
+    SOFT,
+    LossWeights(l1=1.0),
+    LossWeights(reverse_kl=0.7),
+    LossWeights(log_acceptance=1.1),
+    LossWeights(lk_hybrid=0.8),
+    LossWeights(soft_cross_entropy=0.6, l1=1.3),
+    LossWeights(soft_cross_entropy=0.5, reverse_kl=0.4, l1=0.3, log_acceptance=0.2, lk_hybrid=0.6),
+]
+WITH_LABELS = [replace(terms, cross_entropy=0.3) for terms in WITHOUT_LABELS]
 HEADS = ["permuted", "reduced"]
 
 
@@ -97,8 +106,14 @@ def dense_loss(inputs: Inputs, terms: LossWeights, softcap: float | None, log_we
     l1 = (everywhere - target_probs).abs().sum(-1)
     overlap = torch.minimum(everywhere, target_probs).sum(-1)
     hard = F.cross_entropy(draft, inputs.labels, reduction="none") if terms.cross_entropy else torch.zeros(len(soft))
-    rows = terms.cross_entropy * hard + terms.soft_cross_entropy * soft + terms.l1 * l1
-    return Dense((inputs.weights * counted * rows).sum(), soft, l1, overlap, agrees & counted, counted)
+    reverse_kl = (draft.softmax(-1) * (draft.log_softmax(-1) - teacher.log())).sum(-1)
+    accept = torch.minimum(everywhere, target_probs).sum(-1)
+    mix = torch.exp(-3 * accept.detach())
+    hybrid = mix * (soft + (teacher * teacher.log()).sum(-1)) + (1 - mix) * l1 / 2
+    rows = terms.cross_entropy * hard + terms.soft_cross_entropy * soft + terms.reverse_kl * reverse_kl
+    rows = rows + terms.l1 * l1 - terms.log_acceptance * accept.log() + terms.lk_hybrid * hybrid
+    shown = soft if inputs.labels is None or not terms.cross_entropy else hard
+    return Dense((inputs.weights * counted * rows).sum(), shown, l1, overlap, agrees & counted, counted)
 
 
 def check_against_dense(
@@ -119,7 +134,7 @@ def check_against_dense(
         torch.testing.assert_close(getattr(ours, name).grad, getattr(reference, name).grad, **CLOSE)
 
 
-@pytest.mark.parametrize("terms", WITH_LABELS)
+@pytest.mark.parametrize("terms", WITHOUT_LABELS + WITH_LABELS)
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_soft_cross_entropy_equals_autograd(terms: LossWeights, softcap: float | None) -> None:
     check_against_dense(None, terms, softcap=softcap)
@@ -134,7 +149,7 @@ def test_a_head_of_the_drafts_own_equals_autograd(kind: str, terms: LossWeights,
 
 def test_soft_cross_entropy_over_sampled_columns_equals_autograd() -> None:
     log_weights = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
-    check_against_dense(None, LossWeights(0.1, 0.5, 0.9), softcap=5.0, log_weights=log_weights)
+    check_against_dense(None, WITH_LABELS[-1], softcap=5.0, log_weights=log_weights)
 
 
 @pytest.mark.parametrize("rows_per_chunk", [1, 4, 11, 12])
@@ -250,7 +265,7 @@ def test_a_missing_soft_factor_is_noticed(monkeypatch: pytest.MonkeyPatch, kind:
     right = losses._logit_gradient
 
     def halved(chunk: Any, terms: LossWeights) -> Tensor:
-        return right(chunk, replace(terms, soft_cross_entropy=terms.soft_cross_entropy / 2))
+        return right(replace(chunk, soft=chunk.soft / 2), terms)
 
     with planted_fault(monkeypatch, losses, "_logit_gradient", halved):
         check_against_dense(kind, SOFT)
@@ -261,14 +276,12 @@ def test_a_reduced_vocabulary_taken_for_a_whole_one_is_noticed(monkeypatch: pyte
     """The target not renormalised, rows out of reach not dropped, the mass out of reach not counted."""
     right = losses._compare
 
-    def blind(logits: Tensor, target_logits: Tensor, rows: slice, constants: Any) -> Any:
-        chunk = right(logits, target_logits, rows, constants)
-        wrong = {
-            "reach": torch.ones_like(chunk.reach),
-            "weights": constants.weights[rows],
-            "l1": chunk.l1 - (1 - chunk.reach.squeeze(1)),
-        }
-        return replace(chunk, **{part: wrong[part]})
+    def blind(logits: Tensor, target: Any, *rest: Any) -> Any:
+        all_inside = replace(target, inside=torch.ones_like(target.inside))
+        chunk = right(logits, all_inside if part == "weights" else target, *rest)
+        if part == "reach":
+            return replace(chunk, target=replace(target, reach=torch.ones_like(target.reach)))
+        return replace(chunk, l1=chunk.l1 - (1 - target.reach.squeeze(1))) if part == "l1" else chunk
 
     with planted_fault(monkeypatch, losses, "_compare", blind):
         check_against_dense("reduced", SOFT)

@@ -40,10 +40,17 @@ def training_logits(drafter: BlockDrafter, batch: DraftBatch) -> TrainingLogits:
         mask=drafter.supervised_slots(batch).mask,
         labels=options["labels"],
         draft=dense_logits(hidden, options),
-        target=dense_logits(teacher, {**options, "bias_input": None, "draft_head": None}),
+        target=dense_logits(teacher[options["teacher_ids"]], {**options, "bias_input": None, "draft_head": None}),
         confidence=confidences[0].detach() if confidences else None,
         loss=loss,
     )
+
+
+def rows_by_total(call: Any) -> list[tuple[Tensor, Tensor]]:
+    """(draft rows, their teacher rows) of each total of a recorded `vocab_loss` call; a total's rows lie together."""
+    (hidden, teacher), options = call
+    sizes = torch.bincount(options["group_ids"], minlength=options["num_groups"]).tolist()
+    return list(zip(hidden.split(sizes), teacher[options["teacher_ids"]].split(sizes), strict=True))
 
 
 @torch.no_grad()

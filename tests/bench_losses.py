@@ -23,6 +23,7 @@ from models.dspark import DSpark, DSparkConfig, MarkovHeadType
 from models.eagle3 import Eagle3, Eagle3Config
 from models.losses import LossWeights
 from models.spec import TargetSpec
+from models.vocab_loss import vocab_loss
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_TOKENS, NUM_DRAFTS, ROUNDS = 151_936, 256, 512, 7, 5
 SPEC = TargetSpec(
@@ -234,8 +235,33 @@ def more_rows(name: str, made: tuple[Any, DraftBatch]) -> dict[str, Any]:
     """Memory only: what the dense pass would need is out of many machines' reach."""
     drafter, batch = made
     step(drafter, batch)
-    peak = peak_mb(lambda: step(drafter, batch))
-    return {"name": name, "ours_s": None, "dense_s": None, "floor_s": None, "ours_peak_mb": peak, "dense_peak_mb": None}
+    return memory_row(name, lambda: step(drafter, batch))
+
+
+def loss_alone(name: str, num_rows: int) -> dict[str, Any]:
+    """Memory of DSpark's loss without its layers, whose own memory grows with the rows."""
+    torch.manual_seed(0)
+    head, bias_head = (0.05 * torch.randn(VOCAB_SIZE, HIDDEN_SIZE) for _ in range(2))
+    hidden, latent = (torch.randn(num_rows, HIDDEN_SIZE).requires_grad_() for _ in range(2))
+    options: dict[str, Any] = {
+        "head": head,
+        "weights": torch.ones(num_rows),
+        "terms": LossWeights(cross_entropy=0.1, l1=0.9),
+        "labels": torch.randint(VOCAB_SIZE, (num_rows,)),
+        "bias_input": latent,
+        "bias_head": bias_head.requires_grad_(),
+    }
+    teacher = 20 * torch.randn(num_rows, HIDDEN_SIZE)
+    vocab_loss(hidden, teacher, **options).total.backward()
+    return memory_row(name, lambda: vocab_loss(hidden, teacher, **options).total.backward())
+
+
+def memory_row(name: str, work: Callable[[], Any]) -> dict[str, Any]:
+    return {
+        "name": name,
+        **dict.fromkeys(("ours_s", "dense_s", "floor_s", "dense_peak_mb")),
+        "ours_peak_mb": peak_mb(work),
+    }
 
 
 def main() -> None:
@@ -245,6 +271,8 @@ def main() -> None:
         more_rows("dspark, 4x rows", dspark(num_rows=4)),
         measure("eagle3", eagle(), dense_eagle, floor_eagle),
         more_rows("eagle3, 4x rows", eagle(num_rows=4)),
+        loss_alone("loss, 448 rows", 448),
+        loss_alone("loss, 1792 rows", 4 * 448),
     ]
     path = Path(__file__).parents[1] / "outputs" / "bench.json"
     path.parent.mkdir(exist_ok=True)

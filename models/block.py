@@ -41,6 +41,7 @@ class BlockConfig:
     dpace_smoothing: float | None
     loss: LossWeights
     sampled_vocabulary: int | None
+    compile_loss: bool
 
 
 @dataclass
@@ -211,6 +212,7 @@ class BlockDrafter(Drafter):
                 bias_head=bias_head,
                 softcap=self.spec.logit_softcap,
                 log_weights=log_weights,
+                compiled=self.config.compile_loss,
             )
 
         if self.config.dpace_smoothing is None:

@@ -46,6 +46,7 @@ class Eagle3Config:
     draft_vocab_size: int | None
     own_head: bool
     sampled_vocabulary: int | None
+    compile_loss: bool
 
     def build(self, spec: TargetSpec, *, target_layer_ids: tuple[int, ...], mask_token_id: int | None) -> "Eagle3":  # noqa: ARG002
         return Eagle3(self, spec, target_layer_ids=fused_layers(target_layer_ids, self.num_fused_layers))
@@ -199,9 +200,8 @@ class Eagle3(Drafter):
         context = self.pair_context(next_tokens, fused, batch.position_ids)
         chains, supervised = find_chains(batch, self.num_draft_tokens)
         starts = chains.clamp(min=0)
-        mask = context_mask(chains, batch.document_ids)
+        mask, positions = context_mask(chains, batch.document_ids), batch.position_ids.gather(1, starts)
         hidden = fused.gather(1, starts[..., None].expand(-1, -1, fused.shape[-1]))
-        positions = batch.position_ids.gather(1, starts)
         states: list[Tensor] = []  # [R_s, D] of the supervised chains, step by step
         teacher_rows: list[Tensor] = []  # [R_s]
         chain: list[tuple[Tensor, Tensor]] = []
@@ -240,16 +240,17 @@ class Eagle3(Drafter):
                 draft_head=self.draft_head(),
                 softcap=self.spec.logit_softcap,
                 log_weights=None if columns is None else columns.log_weights,
+                compiled=self.config.compile_loss,
             )
 
-        steps = list(range(len(states)))
-        parts = [loss_of(steps)] if self.lm_head is None else [loss_of([step]) for step in steps]
+        passes = [[*range(len(states))]] if self.lm_head is None else [[step] for step in range(len(states))]
+        parts = [loss_of(steps) for steps in passes]
         return VocabLoss(*(torch.cat(values) for values in zip(*(vars(part).values() for part in parts), strict=True)))
 
     def denominators(self, batch: DraftBatch) -> dict[str, Tensor]:
         """Supervised positions of each step; the step weight stands in the numerators only."""
-        _, supervised = find_chains(batch, self.num_draft_tokens)
-        return {f"step_{s}": supervised[..., s].double().sum() for s in range(self.num_draft_tokens)}
+        counts = find_chains(batch, self.num_draft_tokens)[1].double().sum((0, 1))
+        return {f"step_{s}": count for s, count in enumerate(counts)}
 
     # ---- decoding
 

@@ -5,8 +5,10 @@ computed in the forward pass, chunk by chunk, so that it only scales.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,6 +78,7 @@ def vocab_loss(
     bias_head: Tensor | None = None,
     softcap: float | None = None,  # logits = softcap * tanh(logits / softcap), before the bias
     log_weights: Tensor | None = None,  # [V] added to both logits: the columns are a sample (`SampledVocabulary`)
+    compiled: bool = False,  # torch.compile what stands between the products: fewer passes over a chunk
 ) -> VocabLoss:
     """Weighted losses of draft rows, and their metrics. Gradients reach hidden, bias_input, bias_head and
     draft_head.weight; the draft's head is multiplied twice a draft row, the target's once a teacher row that occurs,
@@ -99,7 +102,7 @@ def vocab_loss(
     empty = hidden.new_zeros(0)
     leaves = (hidden, *(empty if x is None else x for x in (bias_input, bias_head, own)))
     columns = _Columns(head, own_ids, log_weights, softcap)
-    totals, *per_row = _ChunkedVocabLoss.apply(*leaves, teacher, rows, columns, terms)
+    totals, *per_row = _ChunkedVocabLoss.apply(*leaves, teacher, rows, columns, terms, compiled)
     if order is not None:
         per_row = [torch.empty_like(x).index_copy_(0, order, x) for x in per_row]
     return VocabLoss(totals, *per_row)
@@ -142,7 +145,7 @@ class _Columns:
 
 
 class _Scratch:
-    """Named [rows, columns] buffers, made once: fresh memory for every chunk costs more than some of the arithmetic."""
+    """Named [rows, columns] buffers, made once: fresh memory for a chunk costs more than some of its arithmetic."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._numel, self._options, self._buffers = numel, {"dtype": dtype, "device": device}, dict[str, Tensor]()
@@ -155,7 +158,10 @@ class _Scratch:
 
 class _ChunkedVocabLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, bias_input, bias_head, own, teacher, rows: _Rows, columns: _Columns, terms: LossWeights):
+    def forward(ctx, hidden, bias_input, bias_head, own, teacher, rows: _Rows, columns: _Columns, terms, compiled):
+        compare, differentiate = _compare, _logit_gradient
+        if compiled:
+            compare, differentiate = _compile(compare), _compile(differentiate)
         leaves, wanted = (hidden, bias_input, bias_head, own), ctx.needs_input_grad[:4]
         typed = [leaf.to(columns.head.dtype) for leaf in leaves]
         head = typed[3] if own.numel() else columns.head
@@ -175,12 +181,12 @@ class _ChunkedVocabLoss(torch.autograd.Function):
                 logits, slope = _logits(typed[0][part], head, columns.softcap, scratch, with_slope=any(wanted))
                 if bias_head.numel():
                     _multiply(typed[1][part], typed[2], logits, add=True)
-                chunk = _compare(logits, target, rows, part, columns, terms)
+                chunk = compare(logits, target, rows, part, columns, terms)
                 agrees[part], ce_rows[part], l1_rows[part] = chunk.agrees, chunk.cross_entropy, chunk.l1
                 groups = torch.zeros_like(chunk.agrees, dtype=torch.int64)
                 totals.index_add_(0, groups if rows.group_ids is None else rows.group_ids[part], chunk.loss)
                 if any(wanted):
-                    _push_back(grads, part, _logit_gradient(chunk, terms), slope, head, typed)
+                    _push_back(grads, part, differentiate(chunk, terms), slope, head, typed)
         saved = [None if g is None else g.to(x.dtype) for g, x in zip(grads, leaves, strict=True)]
         ctx.save_for_backward(rows.group_ids, *saved)
         ctx.mark_non_differentiable(ce_rows, l1_rows, agrees)
@@ -194,7 +200,13 @@ class _ChunkedVocabLoss(torch.autograd.Function):
         by_row = scale if group_ids is None else scale[group_ids][:, None]
         factors = (by_row, by_row, scale, scale)
         scaled = [None if g is None else (g * f).to(g.dtype) for g, f in zip(grads, factors, strict=True)]
-        return (*scaled, None, None, None, None)
+        return (*scaled, None, None, None, None, None)
+
+
+@cache
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Once a process, for any number of rows."""
+    return torch.compile(function, dynamic=True)
 
 
 @dataclass(frozen=True)
@@ -322,8 +334,7 @@ def _logit_gradient(chunk: _Chunk, terms: LossWeights) -> Tensor:
         mass = _dot(probs, lacking)
         factor = torch.addcmul(factor + 2 * chunk.moved * mass, chunk.moved, lacking, value=-2, out=lacking)
     if chunk.log_ratio is not None:
-        shift = chunk.reverse * (chunk.log_ratio.sub_(chunk.reverse_kl))
-        factor = factor + shift
+        factor = factor + chunk.reverse * chunk.log_ratio.sub_(chunk.reverse_kl)
     grad = probs.mul_(factor)
     if terms.soft_cross_entropy or terms.lk_hybrid:
         grad.addcmul_(chunk.target.probs, soft if reach is None else soft / reach, value=-1)

@@ -60,6 +60,7 @@ def dspark(num_anchors: int = 64, num_rows: int = 1) -> tuple[DSpark, DraftBatch
         dpace_smoothing=None,
         loss=LossWeights(cross_entropy=0.1, l1=0.9),
         sampled_vocabulary=None,
+        compile_loss=False,
         markov_rank=256,
         markov_head=MarkovHeadType.vanilla,
         confidence=True,
@@ -84,6 +85,7 @@ def eagle(num_rows: int = 1) -> tuple[Eagle3, DraftBatch]:
         draft_vocab_size=None,
         own_head=False,
         sampled_vocabulary=None,
+        compile_loss=False,
     )
     drafter = config.build(SPEC, target_layer_ids=LAYER_IDS, mask_token_id=None)
     return drafter, batch_of(drafter, num_supervised=NUM_TOKENS // 2, num_anchors=1, num_rows=num_rows)

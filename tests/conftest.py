@@ -165,6 +165,7 @@ BLOCK_OPTIONS: dict[str, Any] = {
     "dpace_smoothing": None,
     "loss": LossWeights(cross_entropy=0.1, l1=0.9),
     "sampled_vocabulary": None,
+    "compile_loss": False,
 }
 
 
@@ -199,6 +200,7 @@ def eagle3_config(**changes: Any) -> Eagle3Config:
         "draft_vocab_size": None,
         "own_head": False,
         "sampled_vocabulary": None,
+        "compile_loss": False,
     }
     return Eagle3Config(**options | changes)
 

@@ -1,5 +1,6 @@
 """What `vocab_loss` adds to a plain loss: rows that share a teacher, totals by group, narrow types; dynamic weights."""
 
+import shutil
 from itertools import product
 from typing import Any
 
@@ -160,3 +161,32 @@ def test_autocast_does_not_narrow_the_products() -> None:
     plain = loss_of(values).totals
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(loss_of(values).totals, plain)
+
+
+# ---- the compiled path
+
+
+def check_compiled_equals_eager(device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Values and gradients, with several chunks of different sizes under one compilation."""
+    results = []
+    for compiled in (False, True):
+        values = {n: v.to(device, dtype) if v.is_floating_point() else v.to(device) for n, v in inputs().items()}
+        hidden = values["hidden"].requires_grad_()
+        loss = loss_of(values, compiled=compiled)
+        loss.totals.sum().backward()
+        results.append((loss.totals, loss.l1, hidden.grad))
+    for eager, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_a_compiled_loss_equals_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocab_loss_module, "CHUNK_BYTES", 4 * VOCAB_SIZE * 7)
+    check_compiled_equals_eager("cpu", torch.float32, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+def test_a_compiled_loss_equals_the_eager_one_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
+    check_compiled_equals_eager("cuda", dtype, tolerance)

@@ -40,6 +40,15 @@ def mixed_batch(drafter: Drafter, *, seed: int = 0) -> DraftBatch:
     )
 
 
+def ragged_state(drafter: Drafter, counts: list[int]) -> tuple[Any, Tensor, Tensor]:
+    """Prompts of `counts` tokens in one batch; returns the drafter's state, tokens [B, S] and features."""
+    batch = mixed_batch(drafter, seed=2)
+    tokens, features = batch.input_ids[: len(counts)], batch.features[: len(counts)]
+    width = max(counts)
+    state = drafter.start(tokens[:, :width], features[:, :width], torch.tensor(counts), 64)
+    return state, tokens, features
+
+
 def lively_dspark(target: Target, config: TargetConfig, *, seed: int = 0, **changes: Any) -> DSpark:
     return enliven(build_dspark(target, config, seed=seed, **changes), seed=seed)
 

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from models import masks
 from models.base import DraftBatch, SlotLayout
-from models.block import BlockDrafter, BlockState
+from models.block import BlockDrafter
 from models.cache import KVCache
 from models.dspark import DSpark, MarkovHeadType
 from models.layers import rotate
 from models.target import Target, TargetConfig
 from tests.conftest import build_dspark, planted_fault
-from tests.draft_batches import greedy_sampler, lively_dspark, mixed_batch, stochastic_sampler
+from tests.draft_batches import greedy_sampler, lively_dspark, mixed_batch, ragged_state, stochastic_sampler
 from tests.training_logits import check_training_equals_decoding, used_anchors
 
 LAYOUTS = list(SlotLayout)
@@ -211,15 +211,6 @@ def test_a_position_off_by_one_in_decoding_is_noticed(monkeypatch: pytest.Monkey
     right = KVCache.begin
     with planted_fault(monkeypatch, KVCache, "begin", lambda self, num_new: right(self, num_new) + 1):
         check_training_equals_decoding(drafter)
-
-
-def ragged_state(drafter: DSpark, counts: list[int]) -> tuple[BlockState, Tensor, Tensor]:
-    """Prompts of `counts` tokens in one batch; returns their state, tokens [B, S] and features."""
-    batch = mixed_batch(drafter, seed=2)
-    tokens, features = batch.input_ids[: len(counts)], batch.features[: len(counts)]
-    width = max(counts)
-    state = drafter.start(tokens[:, :width], features[:, :width], torch.tensor(counts), 64)
-    return state, tokens, features
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from models.sampling import Purpose, draw
 from models.target import Target, TargetConfig
 from tests.chains import chain_output, gemma_eagle3, lively_eagle3, supervised_chains
 from tests.conftest import planted_fault
-from tests.draft_batches import greedy_sampler, mixed_batch, stochastic_sampler
+from tests.draft_batches import greedy_sampler, mixed_batch, ragged_state, stochastic_sampler
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -165,15 +165,6 @@ def test_a_chain_that_is_not_fed_its_own_tokens_is_noticed(monkeypatch: pytest.M
 
 
 # ---- the cache
-
-
-def ragged_state(drafter: Eagle3, counts: list[int]) -> tuple[Eagle3State, Tensor, Tensor]:
-    """Prompts of `counts` tokens in one batch; returns their state, tokens [B, S] and features."""
-    batch = mixed_batch(drafter, seed=2)
-    tokens, features = batch.input_ids[: len(counts)], batch.features[: len(counts)]
-    width = max(counts)
-    state = drafter.start(tokens[:, :width], features[:, :width], torch.tensor(counts), 64)
-    return state, tokens, features
 
 
 def check_same_state(ours: Eagle3State, expected: Eagle3State) -> None:

@@ -18,14 +18,12 @@ class LossWeights:
     reverse_kl: float = 0.0  # KL(draft || target), nats
     l1: float = 0.0  # ||draft - target||_1, twice the total variation
     log_acceptance: float = 0.0  # -log(accept rate), nats (LK alpha, arXiv 2602.23881)
-    lk_hybrid: float = (
-        0.0  # c KL(target || draft) + (1 - c) total variation, c = exp(-3 accept rate), not differentiated
-    )
+    lk_hybrid: float = 0.0  # c KL(target || draft) + (1 - c) total variation, c = exp(-3 accept rate) held constant
 
     @property
     def needs_target(self) -> bool:
         """Whether the gradient takes the target's probabilities by themselves, not only their distance."""
-        others = self.cross_entropy or self.reverse_kl or self.l1 or self.log_acceptance or self.lk_hybrid
+        others = self.cross_entropy or self.reverse_kl or self.moves_mass
         return bool((self.soft_cross_entropy and others) or self.lk_hybrid)
 
     @property

@@ -18,6 +18,7 @@ from models.layers import BlockLayer, RMSNorm, Rotary
 from models.losses import (
     LossWeights,
     batch_vocabulary,
+    check_sampled_vocabulary,
     check_terms,
     dynamic_weights,
     position_decay,
@@ -281,8 +282,7 @@ def check_block_options(config: BlockConfig, spec: TargetSpec, mask_token_id: in
         raise ValueError(
             f"model.dpace_smoothing must be in (0, 1] or null (static decay), got {config.dpace_smoothing}"
         )
-    if config.sampled_vocabulary is not None and config.sampled_vocabulary < 1:
-        raise ValueError(f"model.sampled_vocabulary must be positive or null (exact), got {config.sampled_vocabulary}")
+    check_sampled_vocabulary(config.sampled_vocabulary)
     num_slots = config.num_draft_tokens + (config.slot_layout is SlotLayout.in_place)
     if config.sliding_window is not None and config.sliding_window <= num_slots:
         raise ValueError(

@@ -23,7 +23,7 @@ from models.base import DraftBatch, Drafter, DraftLoss, Proposal, Serving, check
 from models.cache import KVCache
 from models.config import to_dataclass
 from models.layers import DraftAttention, GatedMLP, RMSNorm, Rotary, attend_blocks
-from models.losses import LossWeights, batch_vocabulary, check_terms
+from models.losses import LossWeights, batch_vocabulary, check_sampled_vocabulary, check_terms
 from models.masks import cache_mask, context_mask
 from models.sampling import Purpose, Sampler
 from models.spec import TargetSpec, fused_layers
@@ -396,5 +396,4 @@ def check_options(config: Eagle3Config, spec: TargetSpec) -> None:
         )
     if config.sampled_vocabulary is not None and (config.own_head or size is not None):
         raise ValueError("model.sampled_vocabulary needs model.own_head=false and model.draft_vocab_size=null")
-    if config.sampled_vocabulary is not None and config.sampled_vocabulary < 1:
-        raise ValueError(f"model.sampled_vocabulary must be positive or null (exact), got {config.sampled_vocabulary}")
+    check_sampled_vocabulary(config.sampled_vocabulary)

@@ -57,6 +57,12 @@ class SampledVocabulary:
         return torch.searchsorted(self.ids, token_ids)
 
 
+def check_sampled_vocabulary(num_drawn: int | None) -> None:
+    """Raises ValueError unless a positive number of columns or None, the whole vocabulary."""
+    if num_drawn is not None and num_drawn < 1:
+        raise ValueError(f"model.sampled_vocabulary must be positive or null (exact), got {num_drawn}")
+
+
 def sample_vocabulary(sure: Tensor, vocab_size: int, num_drawn: int, generator: torch.Generator) -> SampledVocabulary:
     """`sure` token ids (any shape, repeats allowed) plus up to `num_drawn` of the others, without replacement."""
     is_sure = torch.zeros(vocab_size, dtype=torch.bool, device=sure.device)

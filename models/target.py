@@ -34,6 +34,8 @@ class TargetConfig:
     dtype: str
     package: str | None
     gguf_file: str | None
+    thinking: bool | None
+    tp_size: int
 
 
 @dataclass(frozen=True)

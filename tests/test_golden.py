@@ -58,7 +58,7 @@ def numbers(case: str) -> dict[str, Tensor]:
     return load_file(GOLDEN / case / "expected.safetensors")
 
 
-TARGET = TargetConfig("golden", str(GOLDEN / "target"), None, None, "float32", None, None)
+TARGET = TargetConfig("golden", str(GOLDEN / "target"), None, None, "float32", None, None, None, 1)
 
 
 @cache

@@ -17,7 +17,7 @@ def saved(family: str, folder: Path) -> tuple[DSpark, TargetConfig]:
     """A tiny target on disk, and an untrained drafter of one layer for it."""
     target = build(family)
     target.model.save_pretrained(folder)
-    config = TargetConfig(family, str(folder), target.layer_ids, 0, "float32", None, None)
+    config = TargetConfig(family, str(folder), target.layer_ids, 0, "float32", None, None, None, 1)
     return build_dspark(target, config), config
 
 

@@ -5,6 +5,7 @@ import logging
 import os
 import platform
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import transformers
@@ -61,6 +63,17 @@ def start_processes(environment: Mapping[str, str], *, single: bool = False, **o
 def check_single(num_processes: int) -> None:
     if num_processes > 1:
         raise ValueError(f"this script runs in one process, the launcher started {num_processes}: start it with python")
+
+
+class StopRequest:
+    """Remembers a SIGTERM until the work in progress is whole."""
+
+    def __init__(self) -> None:
+        self.received = False
+        signal.signal(signal.SIGTERM, self._receive)
+
+    def _receive(self, _number: int, _frame: FrameType | None) -> None:
+        self.received = True
 
 
 @contextmanager

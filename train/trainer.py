@@ -1,13 +1,11 @@
 """The training loop: one optimiser step is one fixed list of records, whatever runs it."""
 
 import logging
-import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -18,6 +16,7 @@ from tqdm import tqdm
 
 from data.collate import collate
 from data.dataset import RankSampler, StepPlan, TrainingData
+from data.run import StopRequest
 from data.store import FeatureStore
 from models.base import DraftBatch, Drafter
 from models.checkpoint import step_folder
@@ -49,24 +48,6 @@ class Run:
     @property
     def checkpoints(self) -> Path:
         return Path(self.config.output_dir) / "checkpoints"
-
-
-class StopRequest:
-    """Remembers a SIGTERM until the step in progress is over."""
-
-    def __init__(self) -> None:
-        self.received = False
-        signal.signal(signal.SIGTERM, self._receive)
-
-    def _receive(self, _number: int, _frame: FrameType | None) -> None:
-        self.received = True
-
-    def agreed(self, accelerator: Accelerator) -> bool:
-        """Whether any process was asked to stop; a collective call where there are several."""
-        if accelerator.num_processes == 1:
-            return self.received
-        flag = torch.tensor(float(self.received), device=accelerator.device)
-        return float(cast(Tensor, accelerator.reduce(flag, "sum"))) > 0
 
 
 def train(
@@ -132,13 +113,21 @@ def run_steps(run: Run, store: FeatureStore, first_step: int) -> int:
                 report(run, window, done, values, (now - logged_at[1]) / (done - logged_at[0]), progress)
                 logged_at = (done, now)
             # Several processes only agree where they wait for each other anyway.
-            is_stopped = (is_log_step or accelerator.num_processes == 1) and stop.agreed(accelerator)
+            is_stopped = (is_log_step or accelerator.num_processes == 1) and agreed(stop, accelerator)
             if done % config.checkpoint_every == 0 or done == num_steps or is_stopped:
                 checkpoint(run, done)
             if is_stopped and done < num_steps:
                 log.info("train: asked to stop, saved step %d; the same command goes on from there", done)
                 break
     return done
+
+
+def agreed(stop: StopRequest, accelerator: Accelerator) -> bool:
+    """Whether any process was asked to stop; a collective call where there are several."""
+    if accelerator.num_processes == 1:
+        return stop.received
+    flag = torch.tensor(float(stop.received), device=accelerator.device)
+    return float(cast(Tensor, accelerator.reduce(flag, "sum"))) > 0
 
 
 def checkpoint(run: Run, step: int) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from data.prompts import Message
+from data.messages import Message
 
 PROBE = "\ue000answer\ue000"
 """Stands in for an answer; private-use characters, which no template strips and no chat holds."""

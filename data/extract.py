@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.capture import CapturedFeatures, CaptureHeader
 from data.chat import RenderedChat, render_chat
-from data.prompts import normalise_messages
+from data.messages import normalise_messages
 from data.run import read_lines
 from data.store import (
     FeatureStore,

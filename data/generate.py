@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from data.capture import BatchCapture, capture_header, write_captured
 from data.chat import render_prompt
-from data.prompts import Prompt, builtin_prompts, prompt_part, read_prompts
+from data.messages import prompt_part
+from data.prompts import Prompt, builtin_prompts, read_prompts
 from data.run import append_lines, read_lines
 from data.store import FEATURE_DTYPES
 from models.sampling import Purpose, Sampler, SamplingConfig

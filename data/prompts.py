@@ -1,8 +1,6 @@
 """Prompts: the project's own, filled from templates with a seed, and any JSONL of prompts or chats."""
 
-import json
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
@@ -10,25 +8,12 @@ from typing import Any, Literal, get_args
 
 from omegaconf import OmegaConf
 
+from data.messages import Message, chat_field, chat_of
+from data.records import open_records
+
 Split = Literal["train", "heldout"]
-Message = dict[str, str]
 
 TEMPLATES = Path(__file__).with_name("prompt_templates.yaml")
-
-ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-}
-"""Roles of OpenAI and ShareGPT chats, as the chat templates name them."""
-
-CHAT_FIELDS = ("messages", "conversations", "turns", "prompt")
-"""In order of preference: a line that has several is read by the first, which says the most."""
 
 
 @dataclass(frozen=True)
@@ -73,59 +58,30 @@ def read_prompts(
 ) -> list[Prompt]:
     """The prompts or chats of a JSONL file, one a line; blank lines are passed over.
 
-    A line holds OpenAI `messages`, ShareGPT `conversations`, `turns` (user texts, all but the first dropped if
-    `first_turn_only`) or a `prompt` text. Its own `id`, `domain` and `split` win over the defaults, which are
-    `<file stem>-<line number>`, `domain` (or the file stem) and `split`.
-    Raises ValueError naming file and line for anything else.
+    Formats are those of `chat_of`, but of `turns` all but the first are dropped if `first_turn_only`. A line's own
+    `id`, `domain` and `split` win over the defaults, which are `<file stem>-<line number>`, `domain` (or the file stem)
+    and `split`. Raises ValueError naming file and line for anything else.
     """
-    prompts, line_of_id = [], {}
-    for line_number, record in _read_records(path):
-        where = f"{path}, line {line_number}"
-        messages = _messages_of(record, where, first_turn_only=first_turn_only)
+    prompts, where_of_id = [], {}
+    records = open_records(str(path))
+    for index, record in enumerate(records):
+        where = records.where(index)
+        if first_turn_only and chat_field(record) == "turns" and isinstance(record["turns"], list):
+            record = {**record, "turns": record["turns"][:1]}
+        messages = chat_of(record, where).messages
+        if all(message["role"] != "user" for message in messages):
+            raise ValueError(f"{where}: the chat has no user turn, so there is nothing to answer")
         prompt = Prompt(
-            id=_text_field(record, "id", where) or f"{path.stem}-{line_number}",
+            id=_text_field(record, "id", where) or f"{path.stem}-{where.rpartition(':')[2]}",
             domain=_text_field(record, "domain", where) or domain or path.stem,
             split=_split_field(record, where) or split,
             messages=messages,
         )
-        if prompt.id in line_of_id:
-            raise ValueError(
-                f"{where}: id {prompt.id!r} is already used on line {line_of_id[prompt.id]}; make it unique"
-            )
-        line_of_id[prompt.id] = line_number
+        if prompt.id in where_of_id:
+            raise ValueError(f"{where}: id {prompt.id!r} is already used at {where_of_id[prompt.id]}; make it unique")
+        where_of_id[prompt.id] = where
         prompts.append(prompt)
-    if not prompts:
-        raise ValueError(f"{path} is empty: expected one JSON object a line with one of {', '.join(CHAT_FIELDS)}")
     return prompts
-
-
-def normalise_messages(raw: object, where: str) -> list[Message]:
-    """Messages with the keys `role` and `content` only, roles system, user and assistant, from OpenAI or ShareGPT ones.
-
-    `where` (a file and line, say) opens the ValueError that an unknown role or a content other than text raises.
-    """
-    if not isinstance(raw, list) or not raw:
-        raise ValueError(f"{where}: expected a non-empty list of messages, got {raw!r}")
-    messages = []
-    for index, item in enumerate(raw):
-        if not isinstance(item, dict):
-            raise ValueError(f"{where}: message {index} must be an object with role and content, got {item!r}")
-        role = item["role"] if "role" in item else item.get("from")
-        content = item["content"] if "content" in item else item.get("value")
-        if not isinstance(role, str) or role not in ROLES:
-            raise ValueError(f"{where}: message {index} has unknown role {role!r}; use one of {', '.join(ROLES)}")
-        if not isinstance(content, str):
-            raise ValueError(f"{where}: message {index} ({role}) must have a text as content, got {content!r}")
-        messages.append({"role": ROLES[role], "content": content})
-    return messages
-
-
-def prompt_part(messages: list[Message]) -> list[Message]:
-    """The messages up to and including the last user turn: what the target is asked to answer."""
-    user_turns = [index for index, message in enumerate(messages) if message["role"] == "user"]
-    if not user_turns:
-        raise ValueError(f"a prompt needs a user turn, got roles {[message['role'] for message in messages]}")
-    return messages[: user_turns[-1] + 1]
 
 
 def _filled_texts(section: dict[str, Any], rng: random.Random, *, num_texts: int, where: str) -> list[str]:
@@ -156,41 +112,6 @@ def _fill(template: str | dict[str, Any], slots: dict[str, list[str]], rng: rand
     names = dict.fromkeys(name for _, name, _, _ in Formatter().parse(text) if name is not None)
     words = {name: rng.choice(slots[name]) for name in names if name not in numbers}
     return text.format(**numbers, **words)
-
-
-def _read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers from 1 with the JSON object of each line that is not blank."""
-    if not path.is_file():
-        raise ValueError(f"no such file of prompts: {path}")
-    with path.open("rb") as file:
-        for line_number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise ValueError(f"{path}, line {line_number}: broken JSON ({error})") from error
-            if not isinstance(record, dict):
-                raise ValueError(f"{path}, line {line_number}: expected a JSON object, got {record!r}")
-            yield line_number, record
-
-
-def _messages_of(record: dict[str, Any], where: str, *, first_turn_only: bool) -> list[Message]:
-    # Tables exported to JSONL write null for the columns that a row lacks.
-    field = next((field for field in CHAT_FIELDS if record.get(field) is not None), None)
-    if field is None:
-        raise ValueError(f"{where}: none of {', '.join(CHAT_FIELDS)} among the fields {sorted(record)}")
-    if field in ("messages", "conversations"):
-        messages = normalise_messages(record[field], f"{where}, {field}")
-    else:
-        texts = [record["prompt"]] if field == "prompt" else record["turns"]
-        if not isinstance(texts, list):
-            raise ValueError(f"{where}: turns must be a list of user texts, got {texts!r}")
-        texts = texts[:1] if first_turn_only else texts
-        messages = normalise_messages([{"role": "user", "content": text} for text in texts], f"{where}, {field}")
-    if all(message["role"] != "user" for message in messages):
-        raise ValueError(f"{where}: {field} has no user turn, so there is nothing to answer")
-    return messages
 
 
 def _text_field(record: dict[str, Any], key: str, where: str) -> str | None:

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from data.chat import render_prompt
 from data.generate import BuiltinPrompts
-from data.prompts import Prompt, prompt_part
+from data.messages import prompt_part
+from data.prompts import Prompt
 from eval.autotune import LengthChoice, choose_num_draft_tokens
 from eval.decode import DecodeConfig, Generation, decode
 from eval.identity import identity_of

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from data.prompts import TEMPLATES, Prompt, builtin_prompts, normalise_messages, prompt_part, read_prompts
+from data.messages import normalise_messages, prompt_part
+from data.prompts import TEMPLATES, Prompt, builtin_prompts, read_prompts
 
 
 def text_of(prompt: Prompt) -> str:
@@ -87,7 +88,7 @@ USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "cont
         ({"prompt": "hi"}, [USER]),
         ({"turns": ["hi", "more"]}, [USER]),
         ({"messages": [USER, ASSISTANT]}, [USER, ASSISTANT]),
-        ({"messages": [{**USER, "name": "x"}], "prompt": "other"}, [USER]),
+        ({"messages": [{**USER, "name": "x"}], "prompt": "other"}, [{**USER, "name": "x"}]),
         ({"messages": None, "turns": None, "prompt": "hi"}, [USER]),
         (
             {
@@ -126,24 +127,27 @@ def test_fields_of_a_line_win_over_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"prompt": "hi"', "line 2: broken JSON"),
-        ('{"prompt": "\xff"}', "line 2: broken JSON"),
-        ('["hi"]', "line 2: expected a JSON object"),
-        ('{"text": "hi"}', r"line 2: none of messages, conversations, turns, prompt among the fields \['text'\]"),
-        ('{"prompt": ["hi"]}', r"line 2, prompt: message 0 \(user\) must have a text as content, got \['hi'\]"),
-        ('{"turns": "hi"}', "line 2: turns must be a list of user texts, got 'hi'"),
-        ('{"turns": []}', "line 2, turns: expected a non-empty list"),
-        ('{"messages": [{"role": "tool", "content": "x"}]}', "line 2, messages: message 0 has unknown role 'tool'"),
+        ('{"prompt": "hi"', ":2: broken JSON"),
+        ('{"prompt": "\xff"}', ":2: broken JSON"),
+        ('["hi"]', ":2: expected a JSON object"),
+        (
+            '{"text": "hi"}',
+            r":2: none of messages, conversations, turns, prompt, instruction among .* \['text'\]",
+        ),
+        ('{"prompt": ["hi"]}', r":2, prompt: message 0 must be an object with role and content, got 'hi'"),
+        ('{"turns": "hi"}', ":2: turns must be a list of user texts, got 'hi'"),
+        ('{"turns": []}', ":2, turns: expected a non-empty list"),
+        ('{"messages": [{"role": "bot", "content": "x"}]}', ":2, messages: message 0 has unknown role 'bot'"),
         ('{"messages": [{"content": "x"}]}', "message 0 has unknown role None"),
         ('{"messages": [{"role": "user", "content": null}]}', "must have a text as content, got None"),
         ('{"messages": ["hi"]}', "message 0 must be an object with role and content, got 'hi'"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}', "line 2: messages has no user turn"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', ":2: the chat has no user turn"),
         (
             '{"prompt": "b", "id": "one"}',
-            "line 2: id 'one' is that of line 1|line 2: id 'one' is already used on line 1",
+            r":2: id 'one' is already used at .*x.jsonl:1",
         ),
-        ('{"prompt": "b", "id": [1]}', "line 2: id must be a text or a number"),
-        ('{"prompt": "b", "split": "test"}', "line 2: split must be one of train, heldout, got 'test'"),
+        ('{"prompt": "b", "id": [1]}', ":2: id must be a text or a number"),
+        ('{"prompt": "b", "split": "test"}', ":2: split must be one of train, heldout, got 'test'"),
     ],
 )
 def test_each_unreadable_line_is_one_error_that_names_it(tmp_path: Path, line: str, message: str) -> None:
@@ -155,7 +159,7 @@ def test_each_unreadable_line_is_one_error_that_names_it(tmp_path: Path, line: s
 
 
 def test_missing_and_empty_files_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no such file of prompts: .*x\.jsonl"):
+    with pytest.raises(ValueError, match=r"no such file: .*x\.jsonl"):
         read_prompts(tmp_path / "x.jsonl")
     (tmp_path / "x.jsonl").write_text("\n \n")
     with pytest.raises(ValueError, match=r"x\.jsonl is empty"):

@@ -21,10 +21,11 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from data.chat import render_chat
+from data.chat import render_chats
 from data.collate import collate
 from data.dataset import RankSampler, StepPlan, TrainingData
 from data.extract import RenderedRecord, extract_shard
+from data.messages import Chat
 from data.run import git_commit
 from data.store import FeatureStore, StoreHeader, publish, write_shard
 from models.base import SlotLayout
@@ -139,7 +140,7 @@ def tiny_store(
     folder = tmp_path_factory.mktemp("tiny") / "store"
     folder.mkdir()
     tokenizer, rng = tiny_tokenizer(), random.Random(1)
-    chats = [render_chat(tokenizer, counting_chat(rng), finish_reason="stop") for _ in range(48)]
+    chats = [render_chats(tokenizer, Chat(counting_chat(rng), None), finish_reason="stop")[0] for _ in range(48)]
     records = [RenderedRecord(f"chat-{index}", chat) for index, chat in enumerate(chats)]
     header = StoreHeader(tiny_identity, TINY_LAYER_IDS, tiny_target.spec.hidden_size, "float32", "0" * 64)
     infos = [

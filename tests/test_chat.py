@@ -1,85 +1,45 @@
 """Rendered chats against spans marked by hand, for small byte-level tokenizers with templates of several kinds."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from data.chat import RenderedChat, render_chat, render_prompt
-
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+from data.chat import RenderedChat, render_chats, render_prompt
+from data.messages import Chat, Message
+from tests.chat_templates import (
+    CHATML,
+    DEFAULT_SYSTEM,
+    MARKED,
+    NO_ENDS,
+    NO_HEADERS,
+    SPACED,
+    STRIPPING,
+    THINKING_BLOCK,
+    THINKING_PROMPT,
+    TWO_ENDS,
+    assistant,
+    build_tokenizer,
+    marked,
+    user,
 )
-STRIPPING = CHATML.replace("message['content']", "(message['content'] | trim)")
-DEFAULT_SYSTEM = (
-    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}" + CHATML
-)
-MARKED = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
-    "{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-# The end of a turn is not the end of the text, which the template writes once, after the last answer.
-TWO_ENDS = (
-    "{{ '<|bos|>' }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|eot|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ '<|eos|>' }}{% endif %}"
-)
-# The space before an answer is the target's, the one after it the template's.
-SPACED = (
-    "{% for message in messages %}{% if message['role'] == 'user' %}{{ 'Q ' + message['content'] + ' A' }}"
-    "{% else %}{{ ' ' + message['content'] + ' <|eos|>' }}{% endif %}{% endfor %}"
-)
-NO_HEADERS = "{% for message in messages %}{{ message['content'] + '<|eot|>' }}{% endfor %}"
-NO_ENDS = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
-# An empty thinking block before the last answer, and none before earlier ones.
-THINKING_BLOCK = CHATML.replace(
-    "+ message['content']",
-    "+ ('<think>\n\n</think>\n\n' if loop.last and message['role'] == 'assistant' and '<think>' not in"
-    " message['content'] else '') + message['content']",
-)
-# The prompt opens a thinking block that no rendered answer has.
-THINKING_PROMPT = CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
-
-SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>", "<|bos|>", "<|eos|>", "<|eot|>", "<|user|>", "<|assistant|>"]
 
 
-def build_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
-    """Byte-level, with few merges ('ok' and a blank line are one token each); puts <|bos|> before texts by itself."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        special_tokens=SPECIAL_TOKENS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    backend.train_from_iterator(["ok\n\n\nok\n\n\nok"] * 4, trainer)
-    bos = ("<|bos|>", SPECIAL_TOKENS.index("<|bos|>"))
-    backend.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[bos])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|eos|>", additional_special_tokens=SPECIAL_TOKENS
-    )
-    tokenizer.chat_template = template
-    return tokenizer
+def render(
+    tokenizer: PreTrainedTokenizerFast, messages: list[Message], finish_reason: str | None = "stop", **options: Any
+) -> list[RenderedChat]:
+    return render_chats(tokenizer, Chat(messages, options.pop("tools", None)), finish_reason=finish_reason, **options)
 
 
-def user(content: str) -> dict[str, str]:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: str) -> dict[str, str]:
-    return {"role": "assistant", "content": content}
-
-
-def marked(tokenizer: PreTrainedTokenizerFast, chat: RenderedChat) -> str:
-    """The chat as text, with square brackets around every supervised run of tokens."""
-    assert len(chat.input_ids) == len(chat.loss_mask)
-    text, was_on = "", False
-    for token_id, on in zip(chat.input_ids, chat.loss_mask, strict=True):
-        text += ("[" if on and not was_on else "]" if was_on and not on else "") + tokenizer.decode([token_id])
-        was_on = on
-    return text + ("]" if was_on else "")
+def render_one(
+    tokenizer: PreTrainedTokenizerFast, messages: list[Message], finish_reason: str | None = "stop", **options: Any
+) -> RenderedChat:
+    """The record of a chat whose every answer stands in one."""
+    chats = render(tokenizer, messages, finish_reason, **options)
+    assert len(chats) == 1, [marked(tokenizer, chat) for chat in chats]
+    return chats[0]
 
 
 TWO_TURNS = [{"role": "system", "content": "s"}, user("hi"), assistant("ok then"), user("more"), assistant("no")]
@@ -92,7 +52,7 @@ TWO_TURNS_IN_CHATML = (
 @pytest.mark.parametrize("template", [CHATML, MARKED, STRIPPING, DEFAULT_SYSTEM])
 def test_every_answer_is_supervised_up_to_its_end_of_turn(template: str) -> None:
     tokenizer = build_tokenizer(template)
-    chat = render_chat(tokenizer, TWO_TURNS, finish_reason="stop")
+    chat = render_one(tokenizer, TWO_TURNS)
     assert marked(tokenizer, chat) == TWO_TURNS_IN_CHATML
     assert chat.input_ids == tokenizer.apply_chat_template(TWO_TURNS)["input_ids"]
 
@@ -101,14 +61,14 @@ def test_mask_equals_the_generation_markers_of_a_template_that_has_them() -> Non
     tokenizer = build_tokenizer(MARKED)
     for messages in (TWO_TURNS, [user("hi"), assistant(" ok\n"), user("q"), assistant("")]):
         theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        ours = render_chat(tokenizer, messages, finish_reason=None)
+        ours = render_one(tokenizer, messages, None)
         assert ours.input_ids == theirs["input_ids"]
         assert [int(on) for on in ours.loss_mask] == theirs["assistant_masks"]
 
 
 def test_end_of_turn_is_supervised_and_end_of_text_is_not() -> None:
     tokenizer = build_tokenizer(TWO_ENDS)
-    chat = render_chat(tokenizer, [user("hi"), assistant("ok"), user("q"), assistant("no")], finish_reason="stop")
+    chat = render_one(tokenizer, [user("hi"), assistant("ok"), user("q"), assistant("no")])
     assert marked(tokenizer, chat) == (
         "<|bos|><|user|>hi<|eot|><|assistant|>[ok<|eot|>]<|user|>q<|eot|><|assistant|>[no<|eot|>]<|eos|>"
     )
@@ -118,25 +78,25 @@ def test_space_that_the_target_writes_before_its_answer_is_supervised() -> None:
     tokenizer = build_tokenizer(SPACED)
     messages = [user("hi"), assistant("ok"), user("q"), assistant("no")]
     assert tokenizer.decode(render_prompt(tokenizer, messages[:1])) == "Q hi A"
-    chat = render_chat(tokenizer, messages, finish_reason="stop")
+    chat = render_one(tokenizer, messages)
     assert marked(tokenizer, chat) == "Q hi A[ ok <|eos|>]Q q A[ no <|eos|>]"
-    cut = render_chat(tokenizer, messages, finish_reason="length")
+    cut = render_one(tokenizer, messages, "length")
     assert marked(tokenizer, cut) == "Q hi A[ ok <|eos|>]Q q A[ no]"
 
 
-def test_one_token_answer_at_index_zero_is_supervised_alone() -> None:
+def test_one_token_answer_at_index_zero_has_nothing_that_predicts_it() -> None:
     tokenizer = build_tokenizer(NO_HEADERS)
-    alone = render_chat(tokenizer, [assistant("ok")], finish_reason="stop")
-    assert alone.loss_mask == [True, True]
-    assert marked(tokenizer, alone) == "[ok<|eot|>]"
-    assert render_chat(tokenizer, [assistant("")], finish_reason="stop").loss_mask == [True]
-    longer = render_chat(tokenizer, [assistant("ok"), user("hi"), assistant("no")], finish_reason="stop")
-    assert marked(tokenizer, longer) == "[ok<|eot|>]hi<|eot|>[no<|eot|>]"
+    alone = render_one(tokenizer, [assistant("ok")])
+    assert alone.loss_mask == [False, True]
+    assert marked(tokenizer, alone) == "ok[<|eot|>]"
+    assert render_one(tokenizer, [assistant("")]).loss_mask == [False]
+    longer = render_one(tokenizer, [assistant("ok"), user("hi"), assistant("no")])
+    assert marked(tokenizer, longer) == "ok[<|eot|>]hi<|eot|>[no<|eot|>]"
 
 
 def test_chat_that_an_assistant_opens_is_marked_after_its_header() -> None:
     tokenizer = build_tokenizer(DEFAULT_SYSTEM)
-    chat = render_chat(tokenizer, [assistant("ok"), user("hi"), assistant("no")], finish_reason="stop")
+    chat = render_one(tokenizer, [assistant("ok"), user("hi"), assistant("no")])
     assert marked(tokenizer, chat) == (
         "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>assistant\n[ok<|im_end|>]\n"
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[no<|im_end|>]\n"
@@ -148,14 +108,14 @@ def test_white_space_of_answers_is_supervised_where_the_template_keeps_it(conten
     messages = [user("hi"), assistant(content), user("q"), assistant(content)]
     for template, kept in ((CHATML, content), (STRIPPING, content.strip())):
         tokenizer = build_tokenizer(template)
-        chat = render_chat(tokenizer, messages, finish_reason="stop")
+        chat = render_one(tokenizer, messages)
         supervised = [id for id, on in zip(chat.input_ids, chat.loss_mask, strict=True) if on]
         assert tokenizer.decode(supervised) == f"{kept}<|im_end|>" * 2
 
 
 def test_answer_that_writes_an_end_of_turn_is_supervised_to_its_real_end() -> None:
     tokenizer = build_tokenizer(CHATML)
-    chat = render_chat(tokenizer, [user("hi"), assistant("a<|im_end|>b")], finish_reason="stop")
+    chat = render_one(tokenizer, [user("hi"), assistant("a<|im_end|>b")])
     assert marked(tokenizer, chat).endswith("assistant\n[a<|im_end|>b<|im_end|>]\n")
 
 
@@ -163,8 +123,8 @@ def test_answer_that_writes_an_end_of_turn_is_supervised_to_its_real_end() -> No
 def test_cut_answers_get_no_end_of_turn(template: str) -> None:
     tokenizer = build_tokenizer(template)
     messages = [user("hi"), assistant("ok"), user("q"), assistant("to be")]
-    cut = render_chat(tokenizer, messages, finish_reason="length")
-    whole = render_chat(tokenizer, messages, finish_reason="stop")
+    cut = render_one(tokenizer, messages, "length")
+    whole = render_one(tokenizer, messages)
     assert marked(tokenizer, cut).endswith("[to be]")
     num_kept = len(cut.input_ids)
     assert (cut.input_ids, cut.loss_mask) == (whole.input_ids[:num_kept], whole.loss_mask[:num_kept])
@@ -173,10 +133,10 @@ def test_cut_answers_get_no_end_of_turn(template: str) -> None:
 
 def test_empty_answer_is_one_supervised_end_of_turn() -> None:
     tokenizer = build_tokenizer(CHATML)
-    chat = render_chat(tokenizer, [user("hi"), assistant("")], finish_reason="stop")
+    chat = render_one(tokenizer, [user("hi"), assistant("")])
     assert marked(tokenizer, chat) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[<|im_end|>]\n"
     with pytest.raises(ValueError, match="the last answer has no token"):
-        render_chat(tokenizer, [user("hi"), assistant("")], finish_reason="length")
+        render_one(tokenizer, [user("hi"), assistant("")], "length")
 
 
 def test_prompt_ids_equal_inference_where_a_joint_tokenisation_would_merge() -> None:
@@ -185,7 +145,7 @@ def test_prompt_ids_equal_inference_where_a_joint_tokenisation_would_merge() -> 
     prompt = render_prompt(tokenizer, messages[:1])
     joint = tokenizer.apply_chat_template(messages)["input_ids"]
     assert joint[: len(prompt)] != prompt, "this tokenizer must merge over the boundary, or the test shows nothing"
-    chat = render_chat(tokenizer, messages, finish_reason="stop")
+    chat = render_one(tokenizer, messages)
     assert chat.input_ids[: len(prompt)] == prompt
     assert chat.loss_mask[: len(prompt)] == [False] * len(prompt)
     assert marked(tokenizer, chat) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[\n\nok<|im_end|>]\n"
@@ -193,7 +153,7 @@ def test_prompt_ids_equal_inference_where_a_joint_tokenisation_would_merge() -> 
 
 def test_token_merged_across_the_start_of_an_earlier_answer_is_not_supervised() -> None:
     tokenizer = build_tokenizer(CHATML)
-    chat = render_chat(tokenizer, [user("hi"), assistant("\n\nok"), user("q"), assistant("no")], finish_reason="stop")
+    chat = render_one(tokenizer, [user("hi"), assistant("\n\nok"), user("q"), assistant("no")])
     assert "assistant\n\n[\nok<|im_end|>]\n" in marked(tokenizer, chat)
 
 
@@ -205,7 +165,7 @@ TOKENIZER = build_tokenizer(CHATML)
 def test_ids_begin_with_the_prompt_and_the_rest_is_the_answer(contents: list[str]) -> None:
     messages = [(user, assistant)[index % 2](content) for index, content in enumerate(contents)]
     messages = messages[: len(messages) // 2 * 2]
-    chat = render_chat(TOKENIZER, messages, finish_reason="stop")
+    chat = render_one(TOKENIZER, messages)
     prompt = render_prompt(TOKENIZER, messages[:-1])
     assert prompt == TOKENIZER.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"]
     assert chat.input_ids[: len(prompt)] == prompt
@@ -216,8 +176,8 @@ def test_ids_begin_with_the_prompt_and_the_rest_is_the_answer(contents: list[str
 
 def test_messages_after_the_last_answer_are_left_out() -> None:
     tokenizer = build_tokenizer(CHATML)
-    chat = render_chat(tokenizer, [*TWO_TURNS, user("bye")], finish_reason="stop")
-    assert chat == render_chat(tokenizer, TWO_TURNS, finish_reason="stop")
+    chat = render_one(tokenizer, [*TWO_TURNS, user("bye")])
+    assert chat == render_one(tokenizer, TWO_TURNS)
 
 
 def test_system_prompt_comes_from_the_messages_or_the_template_only() -> None:
@@ -225,7 +185,7 @@ def test_system_prompt_comes_from_the_messages_or_the_template_only() -> None:
     assert "system" not in plain.decode(render_prompt(plain, [user("hi")]))
     for messages, expected in (([user("hi")], "Be kind."), (TWO_TURNS, "s")):
         in_prompt = default.decode(render_prompt(default, messages[: messages.index(user("hi")) + 1]))
-        in_chat = default.decode(render_chat(default, [*messages, assistant("ok")], finish_reason=None).input_ids)
+        in_chat = default.decode(render_one(default, [*messages, assistant("ok")], None).input_ids)
         for text in (in_prompt, in_chat):
             assert text.startswith(f"<|im_start|>system\n{expected}<|im_end|>\n<|im_start|>user")
 
@@ -233,24 +193,31 @@ def test_system_prompt_comes_from_the_messages_or_the_template_only() -> None:
 def test_thinking_block_that_the_template_adds_to_the_last_answer_is_not_learnt() -> None:
     tokenizer = build_tokenizer(THINKING_BLOCK)
     assert "<think>" in tokenizer.decode(tokenizer.apply_chat_template([user("hi"), assistant("ok")])["input_ids"])
-    chat = render_chat(tokenizer, [user("hi"), assistant("ok"), user("q"), assistant("no")], finish_reason="stop")
+    chat = render_one(tokenizer, [user("hi"), assistant("ok"), user("q"), assistant("no")])
     assert "<think>" not in marked(tokenizer, chat)
-    thought = render_chat(tokenizer, [user("hi"), assistant("<think>\nhm")], finish_reason="length")
+    thought = render_one(tokenizer, [user("hi"), assistant("<think>\nhm")], "length")
     assert marked(tokenizer, thought).endswith("assistant\n[<think>\nhm]")
 
 
-def test_thinking_block_that_the_template_adds_to_earlier_answers_is_an_error() -> None:
+def test_answer_that_a_template_rewrites_in_history_gets_its_own_record() -> None:
     tokenizer = build_tokenizer(THINKING_BLOCK.replace("loop.last and ", ""))
-    with pytest.raises(ValueError, match="renders message 1 of a longer chat otherwise than after its own prompt"):
-        render_chat(tokenizer, [user("hi"), assistant("ok"), user("q"), assistant("no")], finish_reason="stop")
+    last, first = render(tokenizer, [user("hi"), assistant("ok"), user("q"), assistant("no")])
+    hi, q = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "<|im_start|>user\nq<|im_end|>\n"
+    block = "<think>\n\n</think>\n\n"
+    assert marked(tokenizer, last) == f"{hi}{block}ok<|im_end|>\n{q}<|im_start|>assistant\n[no<|im_end|>]\n"
+    assert marked(tokenizer, first) == f"{hi}[ok<|im_end|>]\n"
 
 
 def test_answer_stands_after_what_the_generation_prompt_opens() -> None:
     tokenizer = build_tokenizer(THINKING_PROMPT)
-    chat = render_chat(tokenizer, [user("hi"), assistant("hm</think>ok\n")], finish_reason="stop")
+    chat = render_one(tokenizer, [user("hi"), assistant("hm</think>ok\n")])
     assert marked(tokenizer, chat).endswith("<|im_start|>assistant\n<think>\n[hm</think>ok\n<|im_end|>]\n")
-    with pytest.raises(ValueError, match="split the chat"):
-        render_chat(tokenizer, [user("hi"), assistant("ok"), user("q"), assistant("no")], finish_reason="stop")
+    chats = render(tokenizer, [user("hi"), assistant("ok"), user("q"), assistant("no")])
+    last, first = (marked(tokenizer, chat) for chat in chats)
+    assert last.endswith(
+        "assistant\nok<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n[no<|im_end|>]\n"
+    )
+    assert first == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n[ok<|im_end|>]\n"
 
 
 @pytest.mark.parametrize(
@@ -269,7 +236,7 @@ def test_unusable_chats_and_templates_are_one_clear_error(
     template: str | None, messages: list[dict[str, str]], finish_reason: str | None, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        render_chat(build_tokenizer(template), messages, finish_reason=finish_reason)
+        render_one(build_tokenizer(template), messages, finish_reason=finish_reason)
 
 
 def test_empty_prompt_is_an_error() -> None:

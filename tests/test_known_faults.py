@@ -86,7 +86,7 @@ NOT_APPLICABLE = {
 }
 ROWS: dict[int, Covered] = {
     1: Covered(
-        test_chat.test_one_token_answer_at_index_zero_is_supervised_alone,
+        test_chat.test_one_token_answer_at_index_zero_has_nothing_that_predicts_it,
         chat_module,
         "_supervise",
         faults.runs_to_the_end,

@@ -1,8 +1,8 @@
-"""Answers of the target to the prompts, in batches, resumable record by record."""
+"""Answers of the target to the prompts, here in batches or by servers, resumable record by record."""
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,21 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from data.capture import BatchCapture, capture_header, write_captured
-from data.chat import render_prompt
-from data.messages import prompt_part
-from data.prompts import Prompt, builtin_prompts, read_prompts
-from data.run import append_lines, read_lines
-from data.store import FEATURE_DTYPES
+from data.capture import (
+    FEATURE_DTYPES,
+    BatchCapture,
+    CapturedAnswer,
+    CaptureHeader,
+    capture_header,
+    write_captured,
+)
+from data.conversation import Conversation, Failures, Rendering, check_responses, questions, response_line
+from data.mixing import MixOptions, mix, write_heldout
+from data.prompts import Prompt, SourcePrompt, builtin_prompts, read_source
+from data.run import StopRequest, append_lines, read_lines
+from data.server import ServerOptions, Servers, answer_all, request_body
 from models.sampling import Purpose, Sampler, SamplingConfig
+from models.spec import TargetSpec
 from models.target import Target, TargetIdentity, pad_rows
 
 log = logging.getLogger(__name__)
@@ -34,14 +42,14 @@ class BuiltinPrompts:
 
 
 @dataclass
-class GenerateConfig:
+class GenerateConfig(MixOptions, ServerOptions):
     """Options of generate.py; conf/generate.yaml lists every value with a remark."""
 
     name: str
     output_dir: str
     responses: str
     target: Any
-    prompts: str | None
+    prompts: Any
     builtin: BuiltinPrompts
     sampling: SamplingConfig
     max_new_tokens: int
@@ -59,88 +67,192 @@ class Answer:
     finish_reason: str  # stop or length
 
 
-def load_prompts(file: str | None, builtin: BuiltinPrompts, split: str) -> list[Prompt]:
-    """Prompts of a JSONL, or the project's own where `file` is null. Raises ValueError when the split is empty."""
-    if file is None:
-        prompts = builtin_prompts(builtin.seed, num_train=builtin.num_train, num_heldout=builtin.num_heldout)
-    else:
-        prompts = read_prompts(Path(file))
-    prompts = [prompt for prompt in prompts if prompt.split == split]
+def load_prompts(sources: str | Sequence[str] | None, builtin: BuiltinPrompts, split: str) -> list[Prompt]:
+    """Prompts of one or several sources, or the project's own where there is none.
+
+    Raises ValueError when the split is empty.
+    """
+    found = [prompt.first_turn for source in read_sources(sources, builtin) for prompt in source]
+    prompts = [prompt for prompt in found if prompt.split == split]
     if not prompts:
-        raise ValueError(f"prompts={file} has no prompt with split={split}")
+        raise ValueError(f"prompts={sources} has no prompt with split={split}")
     return prompts
 
 
+def read_sources(sources: str | Sequence[str] | None, builtin: BuiltinPrompts) -> list[list[SourcePrompt]]:
+    if sources is None:
+        prompts = builtin_prompts(builtin.seed, num_train=builtin.num_train, num_heldout=builtin.num_heldout)
+        return [[SourcePrompt(prompt, "builtin", prompt.split, None, is_turns=False) for prompt in prompts]]
+    names = [sources] if isinstance(sources, str) else list(sources)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"prompts={sources} must be null, one source or a list of sources")
+    return [read_source(name) for name in names]
+
+
 def generate(
-    config: GenerateConfig, target: Target, tokenizer: PreTrainedTokenizerBase, identity: TargetIdentity
+    config: GenerateConfig,
+    target: Target,
+    tokenizer: PreTrainedTokenizerBase,
+    identity: TargetIdentity,
+    *,
+    thinking: bool | None,
 ) -> None:
     """Answer every training prompt that `responses` does not hold yet."""
-    path = Path(config.responses)
-    prompts = load_prompts(config.prompts, config.builtin, "train")
-    sampling = {**asdict(config.sampling), "max_new_tokens": config.max_new_tokens}
-    done = check_responses(read_lines(path, repair=True), sampling, path)
-    todo = [i for i, prompt in enumerate(prompts) if prompt.id not in done]
-    log.info("generate: %d prompts, %d already answered", len(prompts), len(prompts) - len(todo))
+    path, stop = Path(config.responses), StopRequest()
+    sampling = sampling_of(config, thinking, server_model=None)
+    rendering = Rendering(tokenizer, thinking, target.spec.max_position_embeddings - config.max_new_tokens)
+    chats = open_chats(config, rendering, sampling)
     header = None if config.capture is None else capture_header(target, identity, config.capture)
-    rendered = {i: render_prompt(tokenizer, prompt_part(prompts[i].messages)) for i in todo}
-    # Longest first: the slowest batches and the largest buffers come at once, and the ETA only improves.
-    todo.sort(key=lambda i: (-len(rendered[i]), i))
-    check_context(rendered, prompts, config.max_new_tokens, target.spec.max_position_embeddings)
     num_tokens, began = 0, time.perf_counter()
-    with tqdm(total=len(todo), unit="prompt", desc="generate", disable=not todo) as progress:
-        for start in range(0, len(todo), config.batch_size):
-            members = todo[start : start + config.batch_size]
-            asked = [rendered[i] for i in members]
-            capture = None if header is None else BatchCapture(FEATURE_DTYPES[header.feature_dtype], len(members))
-            answers = answer_batch(target, asked, members, config, capture)
-            if header is not None and capture is not None:
-                fed = [prompt + answer.tokens for prompt, answer in zip(asked, answers, strict=True)]
-                ids = [prompts[i].id for i in members]
-                write_captured(Path(config.captured), header, ids, capture.finish(fed))
-            lines = [response_line(prompts[answer.index], answer, tokenizer, sampling) for answer in answers]
-            append_lines(path, lines)
-            num_tokens += sum(len(answer.tokens) for answer in answers)
-            progress.update(len(members))
+    with tqdm(total=len(chats), unit="prompt", desc="generate", disable=not chats) as progress:
+        for start in range(0, len(chats), config.batch_size):
+            if stop.received:
+                log.info(
+                    "generate: asked to stop after %d of %d; the same command goes on from there", start, len(chats)
+                )
+                break
+            batch = chats[start : start + config.batch_size]
+            captured = answer_chats(target, batch, config, rendering, header)
+            if header is not None:
+                write_captured(Path(config.captured), header, [chat.prompt.id for chat in batch], captured)
+            append_lines(path, [response_line(chat, sampling) for chat in batch])
+            num_tokens += sum(chat.num_new_tokens for chat in batch)
+            progress.update(len(batch))
             progress.set_postfix_str(f"{num_tokens / (time.perf_counter() - began):.0f} tokens/s")
+    log_cut_short(chats)
 
 
-def check_context(
-    rendered: Mapping[int, list[int]], prompts: Sequence[Prompt], max_new_tokens: int, limit: int
+def generate_by_servers(
+    config: GenerateConfig, spec: TargetSpec, tokenizer: PreTrainedTokenizerBase, *, thinking: bool | None
 ) -> None:
-    """Raises ValueError on a prompt that leaves no room for its answer in the target's context."""
-    for index, tokens in rendered.items():
-        if len(tokens) + max_new_tokens > limit:
-            raise ValueError(
-                f"prompt {prompts[index].id} of {len(tokens)} tokens + max_new_tokens={max_new_tokens} exceed the "
-                f"target's context of {limit}: shorten it or lower max_new_tokens"
-            )
+    """Like `generate`, by the servers of `server=`; prompts without an answer are listed in `<responses>.failed.jsonl`.
+
+    Raises ValueError when servers cannot be used or are all gone; what was answered stays.
+    """
+    if config.capture is not None:
+        raise ValueError(
+            f"capture={config.capture} keeps features of a target that runs here; with server= set it null"
+        )
+    stop, num_answered = StopRequest(), 0
+    rendering = Rendering(tokenizer, thinking, spec.max_position_embeddings - config.max_new_tokens)
+    with Servers(config) as servers:
+        sampling = sampling_of(config, thinking, server_model=servers.model)
+        chats = open_chats(config, rendering, sampling)
+        failures = Failures(Path(config.responses), chats)
+
+        def answer(chat: Conversation) -> None:
+            is_open = True
+            while is_open:
+                body = request_body(
+                    chat.messages,
+                    chat.prompt.tools,
+                    config.sampling,
+                    max_new_tokens=config.max_new_tokens,
+                    thinking=thinking,
+                    record_id=chat.prompt.id,
+                )
+                reply = servers.ask(body)
+                is_open = chat.add(reply.message, reply.finish_reason, rendering)
+
+        try:
+            with tqdm(total=len(chats), unit="prompt", desc="generate", disable=not chats) as progress:
+                for outcomes in answer_all(servers, chats, answer, stop):
+                    answered = [chat for chat, error in outcomes if error is None]
+                    append_lines(Path(config.responses), [response_line(chat, sampling) for chat in answered])
+                    for chat, error in outcomes:
+                        failures.update(chat.prompt.id, error)
+                    num_answered += len(answered)
+                    progress.update(len(outcomes))
+        finally:
+            failures.write()
+    if stop.received:
+        log.info(
+            "generate: asked to stop after %d of %d; the same command goes on from there", num_answered, len(chats)
+        )
+    log_cut_short(chats)
 
 
-def check_responses(lines: Sequence[dict[str, Any]], sampling: dict[str, Any], path: Path) -> set[str]:
-    """Ids already answered. Raises ValueError when they were sampled with other options."""
-    for line in lines:
-        if line["sampling"] != sampling:
-            raise ValueError(
-                f"responses={path} holds answers with sampling {line['sampling']}, asked for is {sampling}: "
-                "choose another responses= file or remove this one"
-            )
-    return {line["id"] for line in lines}
-
-
-def response_line(
-    prompt: Prompt, answer: Answer, tokenizer: PreTrainedTokenizerBase, sampling: dict[str, Any]
-) -> dict[str, Any]:
-    content = answer.tokens[:-1] if answer.finish_reason == "stop" else answer.tokens
-    text = tokenizer.decode(content, skip_special_tokens=False)
-    messages = [*prompt_part(prompt.messages), {"role": "assistant", "content": text}]
+def sampling_of(config: GenerateConfig, thinking: bool | None, server_model: str | None) -> dict[str, Any]:
+    """All that answers depend on besides their prompts; `server_model` null means answered here."""
     return {
-        "id": prompt.id,
-        "domain": prompt.domain,
-        "split": prompt.split,
-        "messages": messages,
-        "finish_reason": answer.finish_reason,
-        "sampling": sampling,
+        **asdict(config.sampling),
+        "max_new_tokens": config.max_new_tokens,
+        "thinking": thinking,
+        "regenerate": str(config.regenerate),
+        "server_model": server_model,
     }
+
+
+def open_chats(config: GenerateConfig, rendering: Rendering, sampling: dict[str, Any]) -> list[Conversation]:
+    """A chat for every training prompt without an answer, the longest first; held-out prompts are written aside."""
+    path = Path(config.responses)
+    sources = read_sources(config.prompts, config.builtin)
+    mixture = mix(
+        sources, config, lambda prompt, regenerate: len(rendering.ids(prompt, questions(prompt, regenerate)[0]))
+    )
+    done = check_responses(read_lines(path, repair=True), sampling, path)
+    if both := done & {prompt.id for prompt in mixture.heldout}:
+        raise ValueError(
+            f"responses={path} holds answers to {len(both)} prompts that are held out now, {min(both)} among them: "
+            "choose another responses= file or the heldout= of that run"
+        )
+    if config.prompts is not None:
+        write_heldout(Path(config.output_dir) / "heldout.jsonl", mixture.heldout)
+    prompts = [(index, prompt) for index, prompt in enumerate(mixture.train) if prompt.id not in done]
+    log.info("generate: %d prompts, %d already answered", len(mixture.train), len(mixture.train) - len(prompts))
+    chats = [Conversation(index, prompt, config.regenerate) for index, prompt in prompts]
+    lengths = {chat.index: check_chat(chat, rendering, config.max_new_tokens) for chat in chats}
+    # Longest first: the slowest batches and the largest buffers come at once, and the ETA only improves.
+    return sorted(chats, key=lambda chat: (-lengths[chat.index], chat.index))
+
+
+def check_chat(chat: Conversation, rendering: Rendering, max_new_tokens: int) -> int:
+    """Tokens of the first prompt. Raises ValueError where it leaves no room for its answer in the target's context, and
+    where the chat template refuses a later turn, which would otherwise show hours later."""
+    num_tokens = len(rendering.ids(chat.prompt, chat.messages))
+    if num_tokens > rendering.max_tokens:
+        raise ValueError(
+            f"prompt {chat.prompt.id} of {num_tokens} tokens + max_new_tokens={max_new_tokens} exceed the target's "
+            f"context of {rendering.max_tokens + max_new_tokens}: shorten it, lower max_new_tokens or set "
+            f"max_prompt_tokens={max(rendering.max_tokens, 1)}"
+        )
+    if chat.later:
+        rendering.ids(chat.prompt, chat.outline())
+    return num_tokens
+
+
+def log_cut_short(chats: Sequence[Conversation]) -> None:
+    count = sum(chat.finish_reason == "stop" and bool(chat.later) for chat in chats)
+    if count:
+        log.info("generate: %d chats end before a user turn that would leave no room for its answer", count)
+
+
+def answer_chats(
+    target: Target,
+    chats: Sequence[Conversation],
+    config: GenerateConfig,
+    rendering: Rendering,
+    header: CaptureHeader | None,
+) -> list[CapturedAnswer]:
+    """Answer a batch of chats round by round until all are over; returns the capture of each chat's last answer."""
+    captured: dict[int, CapturedAnswer] = {}
+    running = list(chats)
+    while running:
+        capture = None if header is None else BatchCapture(FEATURE_DTYPES[header.feature_dtype], len(running))
+        asked = [rendering.ids(chat.prompt, chat.messages) for chat in running]
+        answers = answer_batch(target, asked, [chat.index for chat in running], config, capture)
+        if capture is not None:
+            fed = [prompt + answer.tokens for prompt, answer in zip(asked, answers, strict=True)]
+            captured |= zip([chat.index for chat in running], capture.finish(fed), strict=True)
+        running = [chat for chat, answer in zip(running, answers, strict=True) if add_answer(chat, answer, rendering)]
+    return [captured[chat.index] for chat in chats] if header is not None else []
+
+
+def add_answer(chat: Conversation, answer: Answer, rendering: Rendering) -> bool:
+    content = answer.tokens[:-1] if answer.finish_reason == "stop" else answer.tokens
+    text = rendering.tokenizer.decode(content, skip_special_tokens=False)
+    chat.num_new_tokens += len(answer.tokens)
+    return chat.add({"role": "assistant", "content": text}, answer.finish_reason, rendering)
 
 
 @torch.inference_mode()

@@ -1,7 +1,8 @@
-"""Prompts: the project's own, filled from templates with a seed, and any JSONL of prompts or chats."""
+"""Prompts: the project's own, filled from templates with a seed, and any source of prompts or chats."""
 
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Formatter
 from typing import Any, Literal, get_args
@@ -22,6 +23,27 @@ class Prompt:
     domain: str
     split: Split
     messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class SourcePrompt:
+    """A prompt with what its record says about its place among others."""
+
+    prompt: Prompt
+    where: str
+    own_split: Split | None
+    group: str | None  # prompts of one group are variants of one template
+    is_turns: bool  # user texts without the answers between them, as benchmarks have them
+
+    @property
+    def first_turn(self) -> Prompt:
+        """The prompt, of `turns` only the first one: what can be asked without an answer of the target."""
+        if not self.is_turns:
+            return self.prompt
+        messages = self.prompt.messages
+        first = next(index for index, message in enumerate(messages) if message["role"] == "user")
+        return replace(self.prompt, messages=messages[: first + 1])
 
 
 def builtin_prompts(seed: int, *, num_train: int, num_heldout: int) -> list[Prompt]:
@@ -56,32 +78,54 @@ def builtin_prompts(seed: int, *, num_train: int, num_heldout: int) -> list[Prom
 def read_prompts(
     path: Path, domain: str | None = None, *, split: Split = "train", first_turn_only: bool = True
 ) -> list[Prompt]:
-    """The prompts or chats of a JSONL file, one a line; blank lines are passed over.
+    """The prompts or chats of a file (see `read_source`), of `turns` only the first one if `first_turn_only`."""
+    found = read_source(str(path), domain, split=split)
+    check_ids([found])
+    return [source.first_turn if first_turn_only else source.prompt for source in found]
 
-    Formats are those of `chat_of`, but of `turns` all but the first are dropped if `first_turn_only`. A line's own
-    `id`, `domain` and `split` win over the defaults, which are `<file stem>-<line number>`, `domain` (or the file stem)
-    and `split`. Raises ValueError naming file and line for anything else.
+
+def read_source(source: str, domain: str | None = None, *, split: Split = "train") -> list[SourcePrompt]:
+    """The prompts or chats of any source of `open_records`, in any format of `chat_of`.
+
+    A record's own `id`, `domain` and `split` win over the defaults, which are `<stem>-<line or index>`, `domain` (or
+    the stem) and `split`; its group is its `group` or `template`. Raises ValueError naming file and line for a record
+    that cannot be read or has no user turn.
     """
-    prompts, where_of_id = [], {}
-    records = open_records(str(path))
+    records, stem = open_records(source), source_stem(source)
+    found = []
     for index, record in enumerate(records):
         where = records.where(index)
-        if first_turn_only and chat_field(record) == "turns" and isinstance(record["turns"], list):
-            record = {**record, "turns": record["turns"][:1]}
-        messages = chat_of(record, where).messages
-        if all(message["role"] != "user" for message in messages):
+        chat = chat_of(record, where)
+        if all(message["role"] != "user" for message in chat.messages):
             raise ValueError(f"{where}: the chat has no user turn, so there is nothing to answer")
+        own_split = _split_field(record, where)
+        place = where.removeprefix(source).strip(":[]")
         prompt = Prompt(
-            id=_text_field(record, "id", where) or f"{path.stem}-{where.rpartition(':')[2]}",
-            domain=_text_field(record, "domain", where) or domain or path.stem,
-            split=_split_field(record, where) or split,
-            messages=messages,
+            id=_text_field(record, "id", where) or f"{stem}-{place}",
+            domain=_text_field(record, "domain", where) or domain or stem,
+            split=own_split or split,
+            messages=chat.messages,
+            tools=chat.tools,
         )
-        if prompt.id in where_of_id:
-            raise ValueError(f"{where}: id {prompt.id!r} is already used at {where_of_id[prompt.id]}; make it unique")
-        where_of_id[prompt.id] = where
-        prompts.append(prompt)
-    return prompts
+        group = _text_field(record, "group", where) or _text_field(record, "template", where)
+        found.append(SourcePrompt(prompt, where, own_split, group, chat_field(record) == "turns"))
+    return found
+
+
+def source_stem(source: str) -> str:
+    """Names a source in ids and domains: a file without folder and suffix, a hub data set without owner."""
+    path = Path(source)
+    return path.stem if path.is_file() else path.name.replace(":", "-")
+
+
+def check_ids(sources: Sequence[Sequence[SourcePrompt]]) -> None:
+    """Raises ValueError that names both places of an id that two prompts have."""
+    where_of_id: dict[str, str] = {}
+    for source in sources:
+        for found in source:
+            first = where_of_id.setdefault(found.prompt.id, found.where)
+            if first is not found.where:
+                raise ValueError(f"{found.where}: id {found.prompt.id!r} is already used at {first}; make it unique")
 
 
 def _filled_texts(section: dict[str, Any], rng: random.Random, *, num_texts: int, where: str) -> list[str]:

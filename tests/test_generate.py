@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import data.generate as generate_module
+from data.conversation import Regenerate
 from data.generate import BuiltinPrompts, GenerateConfig, answer_batch, generate
 from data.run import append_lines, read_lines
 from eval.decode import DecodeConfig, decode
@@ -48,8 +49,24 @@ def config_of(folder: Path, **changes: Any) -> GenerateConfig:
         batch_size=4,
         capture=None,
         captured=str(folder / "captured"),
+        regenerate=Regenerate.last,
+        weights=None,
+        mix_seed=0,
+        num_prompts=None,
+        min_prompt_tokens=1,
+        max_prompt_tokens=None,
+        heldout=0.0,
+        server=None,
+        server_model=None,
+        concurrency=4,
+        request_timeout=10.0,
+        max_attempts=3,
     )
     return replace(base, **changes)
+
+
+def run(config: GenerateConfig, target: Target) -> None:
+    generate(config, target, tiny_tokenizer(), IDENTITY, thinking=None)
 
 
 def answers_of(config: GenerateConfig) -> dict[str, dict[str, Any]]:
@@ -61,7 +78,7 @@ def answers_of(config: GenerateConfig) -> dict[str, dict[str, Any]]:
 def test_a_prompt_that_leaves_no_room_for_its_answer_is_named(tmp_path: Path, tiny_target: Target) -> None:
     config = config_of(tmp_path, max_new_tokens=600)
     with pytest.raises(ValueError, match=r"prompt p\d .*max_new_tokens=600 exceed the target's context of 512"):
-        generate(config, tiny_target, tiny_tokenizer(), IDENTITY)
+        run(config, tiny_target)
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 12])
@@ -106,8 +123,8 @@ def test_answers_are_those_of_the_vanilla_runtime(
 
 
 def test_the_stop_token_is_no_content_and_a_cut_answer_says_so(tiny_target: Target, tmp_path: Path) -> None:
-    config, tokenizer = config_of(tmp_path, max_new_tokens=12), tiny_tokenizer()
-    generate(config, tiny_target, tokenizer, IDENTITY)
+    config = config_of(tmp_path, max_new_tokens=12)
+    run(config, tiny_target)
     lines = answers_of(config)
     assert {line["finish_reason"] for line in lines.values()} == {"stop", "length"}
     for line in lines.values():
@@ -117,7 +134,8 @@ def test_the_stop_token_is_no_content_and_a_cut_answer_says_so(tiny_target: Targ
         words = assistant["content"].split()
         assert "<end>" not in words
         assert len(words) == 12 if line["finish_reason"] == "length" else len(words) < 12
-        assert line["sampling"] == {**vars(GREEDY), "max_new_tokens": 12}
+        others = {"thinking": None, "regenerate": "last", "server_model": None}
+        assert line["sampling"] == {**vars(GREEDY), "max_new_tokens": 12, **others}
 
 
 def test_every_stop_token_ends_an_answer(tiny_target: Target, tiny_prompts: list[list[int]], tmp_path: Path) -> None:
@@ -139,23 +157,23 @@ def test_a_killed_run_resumes_to_the_same_answers(
     for folder in (whole, broken):
         folder.mkdir()
     config = config_of(whole, sampling=sampling)
-    generate(config, tiny_target, tiny_tokenizer(), IDENTITY)
+    run(config, tiny_target)
     wanted = sorted(Path(config.responses).read_text().splitlines())
     resumed = config_of(broken, sampling=sampling)
     counts = []
     kills = ((generate_module, "append_lines", 2), (os, "fsync", 1), (generate_module, "answer_batch", 1))
     for owner, name, call in kills:
         code = run_killed(
-            lambda: generate(resumed, tiny_target, tiny_tokenizer(), IDENTITY),  # type: ignore[arg-type]
+            lambda: run(resumed, tiny_target),  # type: ignore[arg-type]
             kill_before=(owner, name, call),
         )
         assert code == -9
         counts.append(len(answers_of(resumed)))
     assert counts == [4, 8, 8], "batches that were written count, also before their fsync"
-    generate(resumed, tiny_target, tiny_tokenizer(), IDENTITY)
+    run(resumed, tiny_target)
     assert sorted(Path(resumed.responses).read_text().splitlines()) == wanted
     before = Path(resumed.responses).read_bytes()
-    generate(resumed, tiny_target, tiny_tokenizer(), IDENTITY)
+    run(resumed, tiny_target)
     assert Path(resumed.responses).read_bytes() == before, "a finished run has nothing to do"
 
 
@@ -163,11 +181,11 @@ def test_a_killed_run_resumes_to_the_same_answers(
 def test_a_line_torn_by_a_crash_is_answered_again(tiny_target: Target, tmp_path: Path, cut: int) -> None:
     """Cut in the middle of the last line, or just before its newline."""
     config = config_of(tmp_path)
-    generate(config, tiny_target, tiny_tokenizer(), IDENTITY)
+    run(config, tiny_target)
     path = Path(config.responses)
     whole = path.read_bytes()
     path.write_bytes(whole[:-cut])
-    generate(config, tiny_target, tiny_tokenizer(), IDENTITY)
+    run(config, tiny_target)
     assert sorted(path.read_bytes().splitlines()) == sorted(whole.splitlines())
 
 
@@ -185,20 +203,20 @@ def test_a_file_without_a_final_newline_loses_no_whole_record(tmp_path: Path) ->
 
 @pytest.mark.parametrize("changes", [{"max_new_tokens": 8}, {"sampling": SAMPLED}])
 def test_other_sampling_options_are_refused(tiny_target: Target, tmp_path: Path, changes: dict[str, Any]) -> None:
-    generate(config_of(tmp_path), tiny_target, tiny_tokenizer(), IDENTITY)
+    run(config_of(tmp_path), tiny_target)
     before = (tmp_path / "responses.jsonl").read_bytes()
     with pytest.raises(ValueError, match="holds answers with sampling"):
-        generate(config_of(tmp_path, **changes), tiny_target, tiny_tokenizer(), IDENTITY)
+        run(config_of(tmp_path, **changes), tiny_target)
     assert (tmp_path / "responses.jsonl").read_bytes() == before
 
 
 def test_another_batch_size_resumes_and_changes_no_answer(tiny_target: Target, tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    generate(config, tiny_target, tiny_tokenizer(), IDENTITY)
+    run(config, tiny_target)
     wanted = answers_of(config)
     lines = (tmp_path / "responses.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "responses.jsonl").write_text("".join(lines[:3]))
-    generate(replace(config, batch_size=3), tiny_target, tiny_tokenizer(), IDENTITY)
+    run(replace(config, batch_size=3), tiny_target)
     assert answers_of(config) == wanted
 
 
@@ -206,7 +224,7 @@ def test_only_training_prompts_are_answered(tiny_target: Target, tmp_path: Path)
     config = config_of(tmp_path)
     path = Path(str(config.prompts))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    lines[0]["split"] = "heldout"
+    lines[0] |= {"split": "heldout", "prompt": "1 2 3 4 5 6"}  # equal to no other, numbers masked
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    generate(config, tiny_target, tiny_tokenizer(), IDENTITY)
+    run(config, tiny_target)
     assert set(answers_of(config)) == {f"p{index}" for index in range(1, NUM_PROMPTS)}

@@ -215,7 +215,7 @@ def _parsed(value: object, where: str) -> object:
 
 def _check_unicode(value: object, where: str) -> None:
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise ValueError(f"{where} has {half!r}, half a surrogate pair, which is no character: remove it") from error

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from models.files import read_json, sha256_file
+from models.files import sha256_file
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -83,8 +83,7 @@ class _Lines(Records):
                     self._numbers.append(number)
                 start += len(line)
         self._fingerprint = digest.hexdigest()
-        if not self._starts:
-            raise ValueError(f"{source} is empty: expected one JSON object a line")
+        _check_filled(source, len(self._starts), "one JSON object a line")
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -119,12 +118,11 @@ class _List(Records):
 
     def __init__(self, source: str) -> None:
         self.source = source
-        values = read_json(Path(source))
+        values = _parsed(Path(source).read_bytes().removeprefix(BYTE_ORDER_MARK), source)
         if not isinstance(values, list):
             raise ValueError(f"{source} must hold a list of objects, got {type(values).__name__}")
         self._records = [_object(value, f"{source}[{index}]") for index, value in enumerate(values)]
-        if not values:
-            raise ValueError(f"{source} is empty: expected a list of objects")
+        _check_filled(source, len(values), "a list of objects")
 
     def __len__(self) -> int:
         return len(self._records)
@@ -141,8 +139,7 @@ class _Table(Records):
 
     def __init__(self, source: str, rows: "Dataset") -> None:
         self.source, self._rows = source, rows
-        if not len(rows):
-            raise ValueError(f"{source} is empty: expected a row a record")
+        _check_filled(source, len(rows), "a row a record")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -161,11 +158,14 @@ class _Table(Records):
 def _load_parquet(source: str) -> Records:
     from datasets import Dataset  # takes a second to import, which few sources need
     from datasets.exceptions import DatasetGenerationError
+    from pyarrow.parquet import read_metadata
 
     try:
-        rows = Dataset.from_parquet(source)
+        num_rows = read_metadata(source).num_rows
+        rows = Dataset.from_parquet(source) if num_rows else None
     except (DatasetGenerationError, OSError, ValueError) as error:
         raise ValueError(f"{source} cannot be read as Parquet ({_reason(error)})") from error
+    _check_filled(source, num_rows, "a row a record")
     assert isinstance(rows, Dataset)
     return _Table(source, rows)
 
@@ -189,17 +189,22 @@ def _load_hub(source: str) -> "Dataset":
 _READERS: dict[str, Callable[[str], Records]] = {".jsonl": _Lines, ".json": _List, ".parquet": _load_parquet}
 
 
-def _parsed(line: bytes, where: str) -> object:
+def _parsed(content: bytes, where: str) -> object:
     try:
-        return json.loads(line.decode())
+        return json.loads(content.decode())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: broken JSON ({error}): correct or remove the line") from error
+        raise ValueError(f"{where}: broken JSON ({error}): correct or remove it") from error
 
 
 def _object(value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{where}: expected a JSON object, got {value!r}")
     return value
+
+
+def _check_filled(source: str, num_records: int, expected: str) -> None:
+    if num_records == 0:
+        raise ValueError(f"{source} is empty: expected {expected}")
 
 
 def _reason(error: Exception) -> str:

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from data.messages import normalise_messages, prompt_part
-from data.prompts import TEMPLATES, Prompt, builtin_prompts, read_prompts
+from data.prompts import TEMPLATES, Prompt, builtin_prompts, check_ids, read_prompts, read_source, source_stem
 
 
 def text_of(prompt: Prompt) -> str:
@@ -177,3 +177,50 @@ def test_normalised_messages_are_copies() -> None:
     raw = [dict(USER)]
     normalise_messages(raw, "here")[0]["content"] = "changed"
     assert raw == [USER]
+
+
+def test_tools_of_a_record_come_with_its_prompt(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    first, second = read_prompts(write_lines(tmp_path / "x.jsonl", {"prompt": "a", "tools": tools}, {"prompt": "b"}))
+    assert (first.tools, second.tools) == (tools, None)
+
+
+def test_a_json_list_is_a_source_whose_ids_are_places_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps([{"prompt": "a"}, {"instruction": "b", "input": "c", "output": "d"}]))
+    assert [(prompt.id, prompt.domain, text_of(prompt)) for prompt in read_prompts(path)] == [
+        ("x-0", "x", "a"),
+        ("x-1", "x", "b\n\nc"),
+    ]
+
+
+def test_a_hub_data_set_is_named_by_its_name_and_split() -> None:
+    assert source_stem("owner/some.chats:train_sft") == "some.chats-train_sft"
+    assert source_stem("owner/chats") == "chats"
+
+
+def test_ids_that_sources_share_are_one_error_that_names_both_places(tmp_path: Path) -> None:
+    """Own ids, and those made from equal file names."""
+    paths = [tmp_path / folder / "x.jsonl" for folder in ("a", "b")]
+    for path, record in zip(paths, ({"prompt": "a", "id": "x-2"}, {"prompt": "b", "id": 5}), strict=True):
+        path.parent.mkdir()
+        write_lines(path, record, {"prompt": "c"})
+    with pytest.raises(ValueError, match=r"a/x.jsonl:2: id 'x-2' is already used at .*a/x.jsonl:1"):
+        check_ids([read_source(str(paths[0]))])
+    write_lines(paths[0], {"prompt": "a", "id": "5"})
+    with pytest.raises(ValueError, match=r"b/x.jsonl:1: id '5' is already used at .*a/x.jsonl:1; make it unique"):
+        check_ids([read_source(str(path)) for path in paths])
+
+
+def test_group_and_own_split_are_what_the_record_says(tmp_path: Path) -> None:
+    records = [{"group": "g", "template": 7}, {"template": 7, "split": "heldout"}, {"split": "train"}, {}]
+    path = write_lines(tmp_path / "x.jsonl", *({"prompt": "a", **record} for record in records))
+    found = [(source.group, source.own_split, source.prompt.split) for source in read_source(str(path))]
+    assert found == [("g", None, "train"), ("7", "heldout", "heldout"), (None, "train", "train"), (None, None, "train")]
+
+
+def test_the_first_turn_keeps_the_system_text(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "x.jsonl", {"system": "s", "turns": ["hi", "more"]}, {"messages": [USER, ASSISTANT]})
+    turns, chat = read_source(str(path))
+    assert turns.first_turn.messages == [{"role": "system", "content": "s"}, USER]
+    assert len(turns.prompt.messages) == 3 and chat.first_turn is chat.prompt

@@ -33,26 +33,22 @@ def _counts(chats: Sequence[RenderedChat]) -> str:
 
 
 def _runs(tokenizer: PreTrainedTokenizerBase, chat: RenderedChat, *, colour: bool) -> Iterator[str]:
-    """The text of each run of tokens that are all supervised or all not: tokens alone would tear characters apart."""
-    pairs = zip(chat.loss_mask, chat.input_ids, strict=True)
-    for is_supervised, run in groupby(pairs, key=lambda pair: pair[0]):
-        ids = [id for _, id in run]
-        if not colour:
-            text = _text(tokenizer, ids)
+    """The text of each run of like tokens: tokens alone would tear characters apart."""
+    added_ids = set(tokenizer.added_tokens_decoder) if colour else set()
+    kinds = [(on, id in added_ids) for on, id in zip(chat.loss_mask, chat.input_ids, strict=True)]
+    for (is_supervised, is_special), run in groupby(range(len(kinds)), key=kinds.__getitem__):
+        text = tokenizer.decode([chat.input_ids[index] for index in run])
+        assert isinstance(text, str), type(text)
+        text = text.translate(CONTROL)
+        if colour:
+            yield _styled(text, (GREEN if is_supervised else "") + (BLUE if is_special else ""))
+        else:
             yield f"⟦{text}⟧" if is_supervised else text
-            continue
-        special_ids = set(tokenizer.all_special_ids)
-        for is_special, part in groupby(ids, key=special_ids.__contains__):
-            style = (GREEN if is_supervised else "") + (BLUE if is_special else "")
-            yield _styled(_text(tokenizer, list(part)), style)
-
-
-def _text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    assert isinstance(text, str), type(text)
-    return text.translate(CONTROL)
 
 
 def _styled(text: str, style: str) -> str:
-    """Each line on its own: terminals would paint the rest of a line after a newline in the background colour."""
-    return "\n".join(f"{style}{line}{PLAIN}" if style and line else line for line in text.split("\n"))
+    """Line by line, as terminals paint on to the right of a newline; a supervised newline is shown by an arrow."""
+    if not style:
+        return text
+    lines = text.replace("\n", "↵\n" if GREEN in style else "\n").split("\n")
+    return "\n".join(f"{style}{line}{PLAIN}" if line else line for line in lines)

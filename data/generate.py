@@ -67,7 +67,7 @@ class Answer:
     finish_reason: str  # stop or length
 
 
-def load_prompts(sources: str | Sequence[str] | None, builtin: BuiltinPrompts, split: str) -> list[Prompt]:
+def load_prompts(sources: str | list[str] | None, builtin: BuiltinPrompts, split: str) -> list[Prompt]:
     """Prompts of one or several sources, or the project's own where there is none.
 
     Raises ValueError when the split is empty.
@@ -79,12 +79,12 @@ def load_prompts(sources: str | Sequence[str] | None, builtin: BuiltinPrompts, s
     return prompts
 
 
-def read_sources(sources: str | Sequence[str] | None, builtin: BuiltinPrompts) -> list[list[SourcePrompt]]:
+def read_sources(sources: str | list[str] | None, builtin: BuiltinPrompts) -> list[list[SourcePrompt]]:
     if sources is None:
         prompts = builtin_prompts(builtin.seed, num_train=builtin.num_train, num_heldout=builtin.num_heldout)
         return [[SourcePrompt(prompt, "builtin", prompt.split, None, is_turns=False) for prompt in prompts]]
-    names = [sources] if isinstance(sources, str) else list(sources)
-    if not names or not all(isinstance(name, str) for name in names):
+    names = [sources] if isinstance(sources, str) else sources
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"prompts={sources} must be null, one source or a list of sources")
     return [read_source(name) for name in names]
 

@@ -7,7 +7,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import lcm
 from pathlib import Path
@@ -67,9 +67,8 @@ def mix(
     for reason, count in sorted(left_out.items()):
         log.info("prompts: left out %d %s", count, reason)
     if not any(train):
-        raise ValueError(
-            f"prompts=: no training prompt is left; left out were {dict(left_out)}, held out {len(heldout)}"
-        )
+        num_heldout = sum(len(part) for part in heldout)
+        raise ValueError(f"prompts: none is left to answer; {num_heldout} are held out, left out are {dict(left_out)}")
     return Mixture(mixed(train, options), [prompt for part in heldout for prompt in part])
 
 
@@ -132,7 +131,7 @@ def split_sides(
             if key in named[other]:
                 left_out[f"for the {split} split: their group is in the {other} split by a record's own field"] += 1
             else:
-                sides[split][-1].append(found)
+                sides[split][-1].append(replace(found, prompt=replace(found.prompt, split=split)))
     return sides
 
 

@@ -2,7 +2,9 @@
 
 import copy
 import json
+import logging
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import data.generate as generate_module
 from data.conversation import Regenerate
 from data.generate import BuiltinPrompts, GenerateConfig, answer_batch, generate
+from data.prompts import read_prompts
 from data.run import append_lines, read_lines
 from eval.decode import DecodeConfig, decode
 from eval.schedule import Schedule, ScheduleName
@@ -165,7 +168,7 @@ def test_a_killed_run_resumes_to_the_same_answers(
     for owner, name, call in kills:
         code = run_killed(
             lambda: run(resumed, tiny_target),  # type: ignore[arg-type]
-            kill_before=(owner, name, call),
+            kill_at=(owner, name, call),
         )
         assert code == -9
         counts.append(len(answers_of(resumed)))
@@ -201,7 +204,7 @@ def test_a_file_without_a_final_newline_loses_no_whole_record(tmp_path: Path) ->
     assert read_lines(path, repair=True) == [{"id": "a"}, {"id": "b"}, {"id": "é"}]
 
 
-@pytest.mark.parametrize("changes", [{"max_new_tokens": 8}, {"sampling": SAMPLED}])
+@pytest.mark.parametrize("changes", [{"max_new_tokens": 8}, {"sampling": SAMPLED}, {"regenerate": Regenerate.all}])
 def test_other_sampling_options_are_refused(tiny_target: Target, tmp_path: Path, changes: dict[str, Any]) -> None:
     run(config_of(tmp_path), tiny_target)
     before = (tmp_path / "responses.jsonl").read_bytes()
@@ -228,3 +231,58 @@ def test_only_training_prompts_are_answered(tiny_target: Target, tmp_path: Path)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     run(config, tiny_target)
     assert set(answers_of(config)) == {f"p{index}" for index in range(1, NUM_PROMPTS)}
+
+
+def test_sources_are_mixed_and_their_held_out_prompts_stand_in_a_file(tiny_target: Target, tmp_path: Path) -> None:
+    sources = []
+    for name in "ab":
+        path = tmp_path / f"{name}.jsonl"
+        lines = [{"prompt": " ".join([str(k) for k in range(i + 1)] + [name])} for i in range(12)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        sources.append(str(path))
+    config = config_of(tmp_path, prompts=sources, heldout=0.3, weights=[2.0, 1.0])
+    run(config, tiny_target)
+    heldout = read_prompts(tmp_path / "heldout.jsonl")
+    assert {prompt.split for prompt in heldout} == {"heldout"} and {prompt.domain for prompt in heldout} == {"a", "b"}
+    assert not {prompt.id for prompt in heldout} & set(answers_of(config))
+    domains = [line["domain"] for line in answers_of(config).values()]
+    assert domains.count("a") in range(2 * domains.count("b") - 2, 2 * domains.count("b") + 3)
+    before = (tmp_path / "heldout.jsonl").stat().st_mtime_ns
+    run(config, tiny_target)
+    assert (tmp_path / "heldout.jsonl").stat().st_mtime_ns == before
+
+
+def test_answers_to_prompts_that_are_held_out_now_are_refused(tiny_target: Target, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"id": f"p{i}", "group": i, "prompt": f"{i} 1"} for i in range(10)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run(config_of(tmp_path), tiny_target)
+    with pytest.raises(ValueError, match=r"holds answers to \d+ prompts that are held out now, p\d among them"):
+        run(config_of(tmp_path, heldout=0.7), tiny_target)
+
+
+@pytest.mark.parametrize("prompts", [[], [3], {"a": 1}])
+def test_prompts_that_are_no_sources_are_refused(tiny_target: Target, tmp_path: Path, prompts: Any) -> None:
+    with pytest.raises(ValueError, match=r"prompts=.* must be null, one source or a list of sources"):
+        run(config_of(tmp_path, prompts=prompts), tiny_target)
+
+
+def test_a_stop_request_ends_the_run_after_the_batch_in_progress(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    def stopped(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return answer_batch(*args)
+
+    config = config_of(tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        patch.setattr(generate_module, "answer_batch", stopped)
+        run(config, tiny_target)
+    signal.signal(signal.SIGTERM, before)
+    assert len(answers_of(config)) == config.batch_size
+    assert "asked to stop after 4 of 10; the same command goes on from there" in caplog.text
+    run(config, tiny_target)
+    assert len(answers_of(config)) == NUM_PROMPTS

@@ -154,6 +154,7 @@ def test_variants_of_a_template_never_stand_on_both_sides_and_the_share_is_held_
     assert not template_ids(train) & template_ids(heldout)
     assert len(train) + len(heldout) == 180
     assert 8 <= len(template_ids(heldout)) <= 22, "a quarter of 60"
+    assert {prompt.split for prompt in heldout} == {"heldout"} and {prompt.split for prompt in train} == {"train"}
     assert not mixture(templated("a"), heldout=0.0).heldout
 
 
@@ -216,7 +217,7 @@ def test_of_turns_only_the_first_is_held_out_and_all_are_answered_with_all() -> 
         ({"weights": [1.0, 0.0]}, "weights must be null or 2 numbers > 0"),
         ({"num_prompts": 0}, "num_prompts must be null or > 0, got 0"),
         ({"min_prompt_tokens": 5, "max_prompt_tokens": 4}, "max_prompt_tokens must be null or >= min_prompt_tokens=5"),
-        ({"min_prompt_tokens": 50}, r"no training prompt is left; left out were \{'of fewer than min_prompt_tok"),
+        ({"min_prompt_tokens": 50}, r"none is left to answer; 0 are held out, left out are \{'of fewer than min"),
     ],
 )
 def test_options_out_of_range_are_named(changes: dict[str, Any], message: str) -> None:

@@ -1,6 +1,7 @@
 """Chats that the target answers, turn by turn, and the lines that say what came of them."""
 
 import json
+import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from data.prompts import Prompt
 from data.run import read_lines
 from data.server import RequestError
 from models.files import write_text
+
+log = logging.getLogger(__name__)
 
 
 class Regenerate(StrEnum):
@@ -76,6 +79,7 @@ class Conversation:
         self.messages, *self.later = questions(prompt, regenerate)
         self.finish_reason: str | None = None
         self.num_new_tokens = 0
+        self.lacks_room = False  # for the answer to the next user turn
 
     def add(self, answer: Message, finish_reason: str, rendering: Rendering) -> bool:
         """Append an answer, and the next user turn where it is to be answered too; returns whether it is.
@@ -88,7 +92,8 @@ class Conversation:
         if finish_reason != "stop" or not self.later:
             return False
         longer = [*self.messages, *self.later[0]]
-        if len(rendering.ids(self.prompt, longer)) > rendering.max_tokens:
+        self.lacks_room = len(rendering.ids(self.prompt, longer)) > rendering.max_tokens
+        if self.lacks_room:
             return False
         self.messages, self.later = longer, self.later[1:]
         return True
@@ -136,8 +141,13 @@ class Failures:
             self.lines[record_id] = {"id": record_id, "error": str(error), "attempts": error.num_attempts}
 
     def write(self) -> None:
-        """No failures, no file."""
-        if self.lines:
-            write_text(self.path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in self.lines.values()))
-        else:
+        """No failures, no file; else one warning that says how many and where."""
+        if not self.lines:
             self.path.unlink(missing_ok=True)
+            return
+        write_text(self.path, "".join(json.dumps(line) + "\n" for line in self.lines.values()))
+        log.warning(
+            "generate: %d prompts have no answer, %s says why; the same command tries them again",
+            len(self.lines),
+            self.path,
+        )

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from models.spec import TargetSpec
 from models.target import Target, TargetIdentity, pad_rows
 
 log = logging.getLogger(__name__)
+
+STOPPED = "generate: asked to stop after %d of %d; the same command goes on from there"
 
 
 @dataclass
@@ -98,18 +101,16 @@ def generate(
     thinking: bool | None,
 ) -> None:
     """Answer every training prompt that `responses` does not hold yet."""
-    path, stop = Path(config.responses), StopRequest()
+    path = Path(config.responses)
     sampling = sampling_of(config, thinking, server_model=None)
     rendering = Rendering(tokenizer, thinking, target.spec.max_position_embeddings - config.max_new_tokens)
     chats = open_chats(config, rendering, sampling)
     header = None if config.capture is None else capture_header(target, identity, config.capture)
-    num_tokens, began = 0, time.perf_counter()
+    stop, num_tokens, began = StopRequest(), 0, time.perf_counter()
     with tqdm(total=len(chats), unit="prompt", desc="generate", disable=not chats) as progress:
         for start in range(0, len(chats), config.batch_size):
             if stop.received:
-                log.info(
-                    "generate: asked to stop after %d of %d; the same command goes on from there", start, len(chats)
-                )
+                log.info(STOPPED, start, len(chats))
                 break
             batch = chats[start : start + config.batch_size]
             captured = answer_chats(target, batch, config, rendering, header)
@@ -119,7 +120,7 @@ def generate(
             num_tokens += sum(chat.num_new_tokens for chat in batch)
             progress.update(len(batch))
             progress.set_postfix_str(f"{num_tokens / (time.perf_counter() - began):.0f} tokens/s")
-    log_cut_short(chats)
+    log_shortened(chats)
 
 
 def generate_by_servers(
@@ -131,45 +132,45 @@ def generate_by_servers(
     """
     if config.capture is not None:
         raise ValueError(
-            f"capture={config.capture} keeps features of a target that runs here; with server= set it null"
+            f"capture={config.capture} keeps features of a target that runs here: set it null with server="
         )
-    stop, num_answered = StopRequest(), 0
+    path, answered = Path(config.responses), list[Conversation]()
     rendering = Rendering(tokenizer, thinking, spec.max_position_embeddings - config.max_new_tokens)
     with Servers(config) as servers:
         sampling = sampling_of(config, thinking, server_model=servers.model)
         chats = open_chats(config, rendering, sampling)
-        failures = Failures(Path(config.responses), chats)
-
-        def answer(chat: Conversation) -> None:
-            is_open = True
-            while is_open:
-                body = request_body(
-                    chat.messages,
-                    chat.prompt.tools,
-                    config.sampling,
-                    max_new_tokens=config.max_new_tokens,
-                    thinking=thinking,
-                    record_id=chat.prompt.id,
-                )
-                reply = servers.ask(body)
-                is_open = chat.add(reply.message, reply.finish_reason, rendering)
-
+        failures, stop = Failures(path, chats), StopRequest()
         try:
             with tqdm(total=len(chats), unit="prompt", desc="generate", disable=not chats) as progress:
+                answer = partial(ask_servers, servers=servers, config=config, rendering=rendering)
                 for outcomes in answer_all(servers, chats, answer, stop):
-                    answered = [chat for chat, error in outcomes if error is None]
-                    append_lines(Path(config.responses), [response_line(chat, sampling) for chat in answered])
+                    finished = [chat for chat, error in outcomes if error is None]
+                    append_lines(path, [response_line(chat, sampling) for chat in finished])
+                    answered += finished
                     for chat, error in outcomes:
                         failures.update(chat.prompt.id, error)
-                    num_answered += len(answered)
                     progress.update(len(outcomes))
         finally:
             failures.write()
     if stop.received:
-        log.info(
-            "generate: asked to stop after %d of %d; the same command goes on from there", num_answered, len(chats)
+        log.info(STOPPED, len(answered), len(chats))
+    log_shortened(answered)
+
+
+def ask_servers(chat: Conversation, *, servers: Servers, config: GenerateConfig, rendering: Rendering) -> None:
+    """Have all turns of one chat answered; raises what `Servers.ask` raises."""
+    is_open = True
+    while is_open:
+        body = request_body(
+            chat.messages,
+            chat.prompt.tools,
+            config.sampling,
+            max_new_tokens=config.max_new_tokens,
+            thinking=rendering.thinking,
+            record_id=chat.prompt.id,
         )
-    log_cut_short(chats)
+        reply = servers.ask(body)
+        is_open = chat.add(reply.message, reply.finish_reason, rendering)
 
 
 def sampling_of(config: GenerateConfig, thinking: bool | None, server_model: str | None) -> dict[str, Any]:
@@ -221,9 +222,8 @@ def check_chat(chat: Conversation, rendering: Rendering, max_new_tokens: int) ->
     return num_tokens
 
 
-def log_cut_short(chats: Sequence[Conversation]) -> None:
-    count = sum(chat.finish_reason == "stop" and bool(chat.later) for chat in chats)
-    if count:
+def log_shortened(chats: Sequence[Conversation]) -> None:
+    if count := sum(chat.lacks_room for chat in chats):
         log.info("generate: %d chats end before a user turn that would leave no room for its answer", count)
 
 

@@ -1,0 +1,234 @@
+"""One request to servers that misbehave in every way, over real HTTP; and what a request holds."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from email.utils import formatdate
+from typing import Any
+
+import httpx
+import pytest
+
+import data.server as server_module
+from data.server import RequestError, ServerOptions, Servers, record_seed, request_body, retry_after, server_urls
+from models.sampling import SamplingConfig
+from tests.chat_server import HANG, RESET, Body, ChatServer, echo, refused, said, short_pauses, started_servers
+
+GREEDY = SamplingConfig(0.0, 0, 1.0, 0.0, 0)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., ChatServer]]:
+    yield from started_servers()
+
+
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from short_pauses(monkeypatch)
+
+
+def options(server: Any, **changes: Any) -> ServerOptions:
+    base = ServerOptions(server=server, server_model=None, concurrency=2, request_timeout=5.0, max_attempts=3)
+    return replace(base, **changes)
+
+
+def ask(server: ChatServer, **changes: Any) -> Any:
+    with Servers(options(server.url, **changes)) as servers:
+        return servers.ask({"messages": [{"role": "user", "content": "1"}]})
+
+
+def in_turn(*results: Any) -> Callable[[Body, int], Any]:
+    return lambda _body, number: results[min(number, len(results) - 1)]
+
+
+FINE = said("fine")
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        refused(503),
+        refused(500),
+        refused(429),
+        refused(408),
+        refused(409),
+        RESET,
+        HANG,
+        (200, {}, b'{"choices": ['),
+        (200, {}, b"[]"),
+        {"choices": []},
+        said("half", "abort"),
+        said("half", "error"),
+    ],
+    ids=lambda trouble: str(trouble)[:40],
+)
+def test_trouble_that_may_pass_is_met_by_asking_again(serve: Callable[..., ChatServer], trouble: Any) -> None:
+    server = serve(in_turn(trouble, trouble, FINE))
+    reply = ask(server, request_timeout=0.3)
+    assert (reply.message, reply.finish_reason) == ({"role": "assistant", "content": "fine"}, "stop")
+    assert len(server.bodies) == 3
+    lasting = serve(in_turn(trouble))
+    with pytest.raises(RequestError) as caught:
+        ask(lasting, request_timeout=0.3)
+    assert caught.value.num_attempts == 3 and len(lasting.bodies) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (refused(400, "prompt is too long"), "status 400, prompt is too long"),
+        (refused(404, "no such model"), "status 404, no such model"),
+        ((422, {}, b"plain text"), "status 422, plain text"),
+        (said("some", "content_filter"), "finish_reason 'content_filter'"),
+        (said("some", None), "finish_reason None"),
+        (said(None), "must have a text as content, got None"),
+        (said(None, "tool_calls", tool_calls=[{"function": {"name": "f", "arguments": "{"}}]), "broken JSON"),
+    ],
+)
+def test_an_answer_that_asking_again_cannot_mend_fails_at_once_with_the_servers_reason(
+    serve: Callable[..., ChatServer], answer: Any, message: str
+) -> None:
+    server = serve(in_turn(answer))
+    with pytest.raises(RequestError, match=message) as caught:
+        ask(server)
+    assert caught.value.num_attempts == 1 == len(server.bodies)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message", "finish_reason"),
+    [
+        (said(""), {"content": ""}, "stop"),
+        (said("1 2", "length"), {"content": "1 2"}, "length"),
+        (said(None, "length", reasoning_content="so"), {"content": "", "reasoning_content": "so"}, "length"),
+        (said("4", reasoning_content="2+2"), {"content": "4", "reasoning_content": "2+2"}, "stop"),
+        (
+            said(None, "tool_calls", tool_calls=[{"id": "c", "function": {"name": "f", "arguments": '{"x": 1}'}}]),
+            {
+                "content": "",
+                "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+            },
+            "tool_calls",
+        ),
+    ],
+)
+def test_answers_keep_text_reasoning_tool_calls_and_the_finish_reason(
+    serve: Callable[..., ChatServer], answer: Body, message: Body, finish_reason: str
+) -> None:
+    reply = ask(serve(in_turn(answer)))
+    assert (reply.message, reply.finish_reason) == ({"role": "assistant", **message}, finish_reason)
+
+
+def test_retry_after_is_waited_for(serve: Callable[..., ChatServer]) -> None:
+    began = time.monotonic()
+    ask(serve(in_turn(refused(429, Retry_After="1"), FINE)))
+    assert 1.0 <= time.monotonic() - began < 4
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [("7", 7.0), (formatdate(time.time() + 3600, usegmt=True), 3600.0), (formatdate(0, usegmt=True), 0.0)],
+)
+def test_retry_after_is_read_as_seconds_or_a_date(value: str, seconds: float) -> None:
+    assert retry_after(httpx.Response(429, headers={"Retry-After": value})) == pytest.approx(seconds, abs=30)
+
+
+@pytest.mark.parametrize("value", ["", "soon", "inf", "-1"])
+def test_a_retry_after_that_says_nothing_leaves_the_wait_to_us(value: str) -> None:
+    assert retry_after(httpx.Response(429, headers={"Retry-After": value})) is None
+
+
+def test_waits_double_up_to_a_limit_with_chance_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "BACKOFF_SECONDS", 1.0)
+    monkeypatch.setattr(server_module, "MAX_BACKOFF_SECONDS", 6.0)
+    for attempt, most in ((1, 1.0), (2, 2.0), (3, 4.0), (4, 6.0), (40, 6.0)):
+        waits = [server_module.backoff(attempt) for _ in range(50)]
+        assert most / 2 <= min(waits) < max(waits) <= most
+
+
+def body_of(sampling: SamplingConfig, *, tools: Any = None, thinking: bool | None = None, id: str = "a") -> Body:
+    messages = [{"role": "user", "content": "1"}]
+    return request_body(messages, tools, sampling, max_new_tokens=9, thinking=thinking, record_id=id)
+
+
+def test_what_is_on_is_sent_under_its_own_name_and_what_is_off_is_absent() -> None:
+    messages = [{"role": "user", "content": "1"}]
+    plain = {"messages": messages, "max_tokens": 9, "temperature": 0.0}
+    assert body_of(GREEDY) == plain, "no default system prompt, no seed"
+    assert body_of(SamplingConfig(0.0, 5, 0.5, 0.1, 3)) == plain, "greedy has no use for them"
+    seed = record_seed(3, "a")
+    assert body_of(SamplingConfig(0.7, 0, 1.0, 0.0, 3)) == {**plain, "temperature": 0.7, "seed": seed}
+    every = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.1, "seed": seed}
+    assert body_of(SamplingConfig(0.7, 20, 0.8, 0.1, 3)) == {**plain, **every}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert body_of(GREEDY, tools=tools, thinking=False) == {
+        **plain,
+        "tools": tools,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+
+
+def test_a_record_has_its_own_seed_in_31_bits_that_stays() -> None:
+    seeds = [record_seed(0, f"r{i}") for i in range(500)]
+    assert len(set(seeds)) == 500 and 2**30 < max(seeds) < 2**31 and min(seeds) >= 0
+    assert record_seed(0, "r0") == 240158442, "in every process and version"
+    assert record_seed(1, "r0") != seeds[0]
+
+
+def test_arguments_of_tool_calls_are_sent_as_json_text() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}
+    history = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "user", "content": "1"}]
+    body = request_body(history, None, GREEDY, max_new_tokens=9, thinking=None, record_id="a")
+    assert body["messages"][0]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": "é"}'}
+    assert call["function"]["arguments"] == {"x": "é"}, "the record's own message stays"
+
+
+def test_urls_are_taken_with_and_without_v1_from_a_text_or_a_list() -> None:
+    assert server_urls("http://a:1/v1/, https://b") == ["http://a:1", "https://b"]
+    assert server_urls(["http://a:1/v1", "http://b/x/"]) == ["http://a:1", "http://b/x"]
+
+
+@pytest.mark.parametrize("server", ["localhost:8000", "", "http://", "http://a,http://a/v1", [], "ftp://a"])
+def test_what_is_no_url_is_named(server: Any) -> None:
+    with pytest.raises(ValueError, match=r"^server="):
+        server_urls(server)
+
+
+def test_a_base_url_with_v1_reaches_the_same_server(serve: Callable[..., ChatServer]) -> None:
+    with Servers(options(f"{serve(echo).url}/v1/")) as servers:
+        assert servers.ask({"messages": [{"content": "5"}]}).message["content"] == "5 5"
+
+
+def test_the_model_is_the_servers_first_or_the_one_that_is_named(serve: Callable[..., ChatServer]) -> None:
+    server = serve(echo)
+    for model, asked in ((None, "tiny"), ("other", "other")):
+        ask(server, server_model=model)
+        assert server.bodies[-1]["model"] == asked
+
+
+def test_servers_that_cannot_be_used_are_one_clear_error(serve: Callable[..., ChatServer]) -> None:
+    server, other = serve(echo), serve(echo, models=("another",))
+    with pytest.raises(ValueError, match=rf"{other.url} serves \['another'\], not the model 'tiny': set server_model="):
+        Servers(options([server.url, other.url]))
+    with pytest.raises(ValueError, match=r"serves \['tiny', 'other'\], not the model 'big'"):
+        Servers(options(server.url, server_model="big"))
+    with pytest.raises(ValueError, match=rf"{server.url}/x does not answer GET /v1/models \(.*404"):
+        Servers(options(f"{server.url}/x"))
+    other.close()
+    with pytest.raises(ValueError, match=rf"{other.url} does not answer GET /v1/models .* start it"):
+        Servers(options([server.url, other.url]))
+    with pytest.raises(ValueError, match="concurrency must be more than 0, got 0"):
+        Servers(options(server.url, concurrency=0))
+
+
+def test_a_server_that_comes_back_is_used_again(serve: Callable[..., ChatServer]) -> None:
+    """A refused connection costs no attempt."""
+    server = serve(echo)
+    with Servers(options(server.url, max_attempts=1)) as servers:
+        server.close()
+        port = int(server.url.rpartition(":")[2])
+        opening = threading.Timer(0.06, lambda: serve(echo, port=port))
+        opening.start()
+        reply = servers.ask({"messages": [{"content": "5"}]})
+        opening.join()
+    assert reply.message["content"] == "5 5"

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
@@ -123,21 +124,14 @@ def render_chats(
     earlier_turns = [] if supervise is Supervise.last else turns[:-1]
     earlier = [template.turn(chat.messages[: index + 1], cut=False) for index in earlier_turns]
     shown = [turn for turn in earlier if last.prompt.startswith(turn.text)]
-    records = [_record(tokenizer, last, shown)]
-    records += [_record(tokenizer, turn, []) for turn in earlier if not last.prompt.startswith(turn.text)]
+    rewritten = [turn for turn in earlier if turn not in shown]
+    records = [_record(tokenizer, last, shown), *(_record(tokenizer, turn, []) for turn in rewritten)]
     if template.has_markers and not any(any(record.loss_mask) for record in records):
         raise ValueError(
             f"the generation markers of the chat template of {tokenizer.name_or_path!r} leave every answer out;"
             " move them around the answers in chat_template, or remove them"
         )
     return records
-
-
-def render_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], *, finish_reason: str | None
-) -> RenderedChat:
-    """The first of `render_chats`."""
-    return render_chats(tokenizer, Chat(messages, None), finish_reason=finish_reason)[0]
 
 
 @dataclass(frozen=True)
@@ -161,7 +155,7 @@ class _Template:
         if rendered.startswith(prompt) and rendered[len(prompt) :].endswith(closing):
             answer = rendered[len(prompt) :].removesuffix(closing)
         if "tool_calls" in message or "reasoning_content" in message:
-            if answer is None and rendered.startswith(prompt):
+            if answer is None and "tool_calls" in message and rendered.startswith(prompt):
                 answer, closing = self._before_last_end(rendered[len(prompt) :])
             self._check_shown(message, answer, len(chat) - 1)
         elif answer is None or answer.strip() != message["content"].strip():
@@ -223,17 +217,22 @@ class _Template:
 
     def _check_shown(self, message: Message, answer: str | None, index: int) -> None:
         """Raises ValueError where the rendered answer (None: not known) lacks a part of the message."""
-        names = [call["function"]["name"] for call in message.get("tool_calls", [])]
-        parts = {"reasoning_content": [message.get("reasoning_content", "")], "tool_calls": names}
-        parts["content"] = [message["content"]]
-        for field, texts in parts.items():
-            if answer is None or not all(text.strip() in answer for text in texts):
-                field = field if answer is not None else " or ".join(set(parts) & set(message) - {"content"})
-                raise ValueError(
-                    f"the chat template of {self.tokenizer.name_or_path!r} does not show the {field} of message {index}"
-                    " after the prompt of that turn, so what the target wrote is not known; put it into the content as"
-                    " the target wrote it, or choose the `thinking` that the chat was generated with"
-                )
+        parts = {
+            "reasoning_content": [message.get("reasoning_content", "")],
+            "tool_calls": [call["function"]["name"] for call in message.get("tool_calls", [])],
+            "content": [message["content"]],
+        }
+        hidden = [
+            field
+            for field, texts in parts.items()
+            if field in message and (answer is None or not all(text.strip() in answer for text in texts))
+        ]
+        if hidden:
+            raise ValueError(
+                f"the chat template of {self.tokenizer.name_or_path!r} does not show the {' and '.join(hidden)} of"
+                f" message {index} after the prompt of that turn, so what the target wrote is not known; give the turn"
+                " as one content, as the target wrote it, or the `thinking` that the chat was generated with"
+            )
 
     def _end_of_turn(self, closing: str) -> int:
         """Where the end-of-turn token, the first added token of `closing`, stops."""
@@ -289,10 +288,9 @@ def _gaps(marks: list[Span], start: int, stop: int, end: int) -> Iterator[Span]:
     """
     reached = start
     for first, last in sorted(marks):
-        if last >= start and first <= stop:
-            if first > reached:
-                yield reached, first
-            reached = max(reached, last)
+        if first > reached:
+            yield reached, first
+        reached = max(reached, last)
     if not any(first <= stop <= last for first, last in marks):
         yield reached, end
 
@@ -334,18 +332,26 @@ def _tokenise_after(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str
 
 def _first_token(tokenizer: PreTrainedTokenizerBase, tokens: _Tokens, prompt: str) -> int:
     """The first token after `prompt`, with which `tokens` begin but for one merged across its end."""
-    ids = _tokenise(tokenizer, prompt).ids
-    if tokens.ids[: len(ids)] == ids:
-        return len(ids)
+    if prompt.endswith(" "):
+        # Byte-level tokenizers may leave spaces out of offsets, so that a token of spaces would seem to start late.
+        ids = _tokenise(tokenizer, prompt).ids
+        if tokens.ids[: len(ids)] == ids:
+            return len(ids)
     return next(index for index, (start, _) in enumerate(tokens.offsets) if start >= len(prompt))
 
 
-def _end_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def _end_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Tokens that can end a turn: those added to the vocabulary, special or not, but for white space."""
-    return {id for id, token in tokenizer.added_tokens_decoder.items() if not token.content.isspace()}
+    return _added_ids(tokenizer, len(tokenizer))
 
 
-def _supervise(loss_mask: list[bool], tokens: _Tokens, turn: _Turn, first: int, end_ids: set[int]) -> None:
+@lru_cache(maxsize=4)
+def _added_ids(tokenizer: PreTrainedTokenizerBase, _num_tokens: int) -> frozenset[int]:
+    """Kept for the next chat: listing a thousand added tokens takes as long as rendering. Grows with the vocabulary."""
+    return frozenset(id for id, token in tokenizer.added_tokens_decoder.items() if not token.content.isspace())
+
+
+def _supervise(loss_mask: list[bool], tokens: _Tokens, turn: _Turn, first: int, end_ids: frozenset[int]) -> None:
     """Mark the tokens of `turn` from `first` up to its end-of-turn token, or to the last one where it was cut.
 
     What the template writes after the end of turn (a newline, say) is never generated, so it is not supervised.

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from data.chat import RenderedChat, render_chats, render_prompt
@@ -155,6 +156,33 @@ def test_token_merged_across_the_start_of_an_earlier_answer_is_not_supervised() 
     tokenizer = build_tokenizer(CHATML)
     chat = render_one(tokenizer, [user("hi"), assistant("\n\nok"), user("q"), assistant("no")])
     assert "assistant\n\n[\nok<|im_end|>]\n" in marked(tokenizer, chat)
+
+
+def test_answer_gets_no_space_that_the_tokenizer_puts_before_any_text_it_sees_alone() -> None:
+    tokenizer = build_tokenizer(TWO_ENDS)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("Ġ", prepend_scheme="first")
+    assert tokenizer("no<|eot|>", add_special_tokens=False)["input_ids"][0] == tokenizer.convert_tokens_to_ids("Ġ")
+    chat = render_one(tokenizer, [user("hi"), assistant("no")])
+    assert marked(tokenizer, chat) == "<|bos|><|user|>hi<|eot|><|assistant|>[no<|eot|>]<|eos|>"
+
+
+def test_space_that_ends_a_prompt_is_not_learnt_where_offsets_leave_spaces_out() -> None:
+    tokenizer = build_tokenizer(
+        "{% for message in messages %}{% if message['role'] == 'user' %}{{ 'Q' + message['content'] + 'A ' }}"
+        "{% else %}{{ message['content'] + '<|eot|>' }}{% endif %}{% endfor %}"
+    )
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    chat = render_one(tokenizer, [user("hi"), assistant("no"), user("q"), assistant(" on")])
+    assert marked(tokenizer, chat) == "QhiA [no<|eot|>]QqA [ on<|eot|>]"
+
+
+def test_end_of_turn_is_an_added_token_special_or_not_but_no_white_space() -> None:
+    tokenizer = build_tokenizer(
+        "Q{{ messages[0]['content'] }}A{% if messages[1:] %}{{ messages[1]['content'] }}  <e>{% endif %}"
+    )
+    tokenizer.add_tokens(["  ", "<e>"])
+    chat = render_one(tokenizer, [user("hi"), assistant("no")])
+    assert marked(tokenizer, chat) == "QhiA[no  <e>]"
 
 
 TOKENIZER = build_tokenizer(CHATML)

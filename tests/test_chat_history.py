@@ -174,6 +174,11 @@ def test_empty_answer_between_markers_is_its_end_of_turn() -> None:
     assert render(template, [user("hi"), assistant("")]) == [f"{HI}[<|im_end|>]\n"]
 
 
+def test_answer_as_given_is_learnt_whatever_the_markers_of_its_rendering() -> None:
+    template = marked_by("{{ '<think>\n\n</think>\n\n' }}{% generation %}{{ text + end }}{% endgeneration %}")
+    assert render(template, [user("hi"), assistant("no")]) == [f"{HI}[no<|im_end|>]\n"]
+
+
 def test_markers_that_leave_every_answer_out_are_an_error() -> None:
     template = marked_by("{{ text + end }}{% generation %}{% endgeneration %}")
     with pytest.raises(ValueError, match=r"generation markers of the chat template of .* leave every answer out"):
@@ -190,9 +195,20 @@ def marked_by(marks: str) -> str:
 @pytest.mark.parametrize(
     ("template", "message", "options", "error"),
     [
-        (DEEPSEEK_R1, assistant("ok", reasoning_content="hm"), {}, "does not show the reasoning_content of message 1"),
+        (
+            DEEPSEEK_R1,
+            assistant("ok", reasoning_content="hm"),
+            {},
+            "does not show the reasoning_content and content of",
+        ),
         (LLAMA3, assistant("", tool_calls=[call("add")]), {}, "does not show the tool_calls of message 1"),
         (QWEN3, assistant("ok", reasoning_content="hm"), {"thinking": False}, "does not show the reasoning_content"),
+        (
+            QWEN3.replace("content = message.content", "content = '' if message.tool_calls else message.content"),
+            assistant("ok", tool_calls=[call("add")]),
+            {},
+            "does not show the content of message 1",
+        ),
         (
             QWEN3,
             assistant("", tool_calls=[call("add")]),

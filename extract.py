@@ -1,4 +1,4 @@
-"""Features of the target over answered chats: accelerate launch extract.py [responses=FILE.jsonl] [store=FOLDER]."""
+"""Features of the target over answered chats: accelerate launch extract.py [responses=FILE] [store=FOLDER]."""
 
 import os
 import sys
@@ -7,10 +7,10 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from data.extract import ExtractConfig, extract, verify_store
+from data.extract import ExtractConfig, extract
+from data.inspect import INSPECTIONS
 from data.run import prepare_target, stage, start_processes, user_errors, write_provenance
 from models.config import register, to_dataclass
-from models.target import load_target, load_tokenizer, target_identity
 
 register("extract_schema", ExtractConfig)
 
@@ -19,14 +19,15 @@ register("extract_schema", ExtractConfig)
 def main(node: DictConfig) -> None:
     with user_errors("extract.py"):
         config = to_dataclass(ExtractConfig, node, section="extract")
-        if config.verify:
-            return verify_store(Path(config.store))
         accelerator = start_processes(os.environ)
         folder = Path(config.output_dir)
-        target_config = prepare_target(node.target, folder, accelerator)
+        target = prepare_target(node.target, folder, accelerator)
+        for option, inspect in INSPECTIONS.items():
+            if getattr(config, option):
+                sys.stdout.write(inspect(config, target, accelerator.device))
+                return
         with stage(folder, "extract", is_main=accelerator.is_main_process):
-            target = load_target(target_config, accelerator.device)
-            extract(config, target, load_tokenizer(target_config), target_identity(target_config), accelerator)
+            extract(config, target, accelerator)
         if accelerator.is_main_process:
             write_provenance(folder / "extract_provenance.json", node, sys.argv)
 

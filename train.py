@@ -9,11 +9,10 @@ from accelerate.utils import set_seed
 from omegaconf import DictConfig
 
 from data.run import prepare_target, provenance, stage, start_processes, user_errors, write_provenance
-from data.store import FeatureStore
 from models.config import register, to_dataclass, typed
 from models.target import load_tokenizer, target_identity
 from train.config import TrainConfig
-from train.setup import build_drafter
+from train.setup import build_drafter, open_features
 from train.trainer import train
 
 register("train_schema", TrainConfig)
@@ -28,8 +27,8 @@ def main(node: DictConfig) -> None:
         target_config = prepare_target(node.target, folder, accelerator)
         with stage(folder, "train", is_main=accelerator.is_main_process):
             set_seed(config.seed)  # initial weights: the same on every process
-            identity, store = target_identity(target_config), FeatureStore(Path(config.store))
-            tokenizer = load_tokenizer(target_config)
+            identity, tokenizer = target_identity(target_config), load_tokenizer(target_config)
+            store = open_features(config, target_config, tokenizer, identity, accelerator)
             drafter = build_drafter(model, target_config, tokenizer, store, accelerator, warm_start=config.warm_start)
             if accelerator.is_main_process:
                 write_provenance(folder / "train_provenance.json", node, sys.argv)

@@ -14,9 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data.store import FEATURE_DTYPES
+from data.store import StoreHeader
 from models.files import sha256_text, write_atomic
 from models.target import Target, TargetIdentity, TargetOutput
+
+FEATURE_DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,13 @@ def write_captured(folder: Path, header: CaptureHeader, ids: Sequence[str], answ
 class CapturedFeatures:
     """Read access to a capture folder; a missing folder captures nothing."""
 
-    def __init__(self, folder: Path, header: CaptureHeader) -> None:
+    def __init__(self, folder: Path, headers: Sequence[CaptureHeader]) -> None:
+        digests = {header.digest() for header in headers}
         self._places: dict[str, tuple[Path, int]] = {}
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
                 about = json.loads(file.metadata()["about"])
-            if about["header"] == header.digest():
+            if about["header"] in digests:
                 self._places |= {record: (path, index) for index, record in enumerate(about["ids"])}
 
     def find(self, record_id: str, input_ids: Sequence[int]) -> CapturedAnswer | None:
@@ -97,6 +100,14 @@ class CapturedFeatures:
                 return None
             features, hidden = (file.get_tensor(f"{index}.{name}").clone() for name in ("features", "hidden"))
             return CapturedAnswer(ids, features, hidden)
+
+
+def exact_headers(identity: TargetIdentity, header: StoreHeader, target_dtype: str) -> list[CaptureHeader]:
+    """Captures from which a store of `header` is rounded as from the target itself."""
+    dtypes = ["float32"]
+    if target_dtype == "bfloat16" or {header.feature_dtype, header.last_hidden_dtype} == {"bf16"}:
+        dtypes.append("bf16")
+    return [CaptureHeader(identity, header.layer_ids, dtype) for dtype in dtypes]
 
 
 def capture_header(target: Target, identity: TargetIdentity, feature_dtype: str) -> CaptureHeader:

@@ -1,14 +1,14 @@
 """Which records make up every optimiser step, and the reading of them: the same for any number of processes."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from data.store import FeatureStore, StoreRecord
+from data.store import FeatureSource, StoreRecord
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ class TrainingRecord:
 
 
 class TrainingData(Dataset[TrainingRecord]):
-    """Store records with the drafter's layers and freshly drawn anchors; the key is (record, epoch)."""
+    """Records with the drafter's layers and freshly drawn anchors; the key is (record, epoch)."""
 
-    def __init__(self, store: FeatureStore, *, layer_ids: tuple[int, ...], num_anchors: int, seed: int) -> None:
+    def __init__(self, store: FeatureSource, *, layer_ids: tuple[int, ...], num_anchors: int, seed: int) -> None:
         if num_anchors < 1:
             raise ValueError(f"num_anchors must be at least 1, got {num_anchors}")
         self.store, self.layer_ids, self.num_anchors, self.seed = store, layer_ids, num_anchors, seed
@@ -91,8 +91,14 @@ class TrainingData(Dataset[TrainingRecord]):
         return len(self.store)
 
     def __getitem__(self, key: tuple[int, int]) -> TrainingRecord:
-        index, epoch = key
-        record = self.store[index]
+        return self.__getitems__([key])[0]
+
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[TrainingRecord]:
+        """What a DataLoader asks for: a target that runs in this process computes them as one batch."""
+        records = self.store.read_many([index for index, _ in keys])
+        return [self._visit(record, epoch) for record, (_, epoch) in zip(records, keys, strict=True)]
+
+    def _visit(self, record: StoreRecord, epoch: int) -> TrainingRecord:
         generator = torch.Generator().manual_seed(stable_seed(self.seed, epoch, record.id))
         anchors = sample_anchors(record.loss_mask, self.num_anchors, generator)
         return TrainingRecord(record, self.store.select_layers(record.features, self.layer_ids), anchors)

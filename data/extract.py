@@ -1,10 +1,16 @@
-"""Features of the target over every answered chat, written shard by shard; any process can resume any other's work."""
+"""Features of the target over every answered chat, written shard by shard by any number of processes.
 
-import hashlib
-import json
+Processes need not know of each other: each claims shards on the file system, and whichever finds all of them finished
+publishes the store. So any number of processes, of one launcher or several, can resume the work of any other. Shards
+are rendered one ahead and written behind, off the thread that computes.
+"""
+
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +20,42 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from data.capture import CapturedFeatures, CaptureHeader
-from data.chat import RenderedChat, render_chat
-from data.messages import normalise_messages
-from data.run import read_lines
-from data.store import (
-    FeatureStore,
-    ShardInfo,
-    StoreHeader,
-    StoreRecord,
+from data.capture import CapturedFeatures, exact_headers
+from data.estimate import check_disk, estimate
+from data.responses import ChatOptions, RenderedRecord, RenderedShard, Responses, batches_by_length
+from data.run import StopRequest
+from data.shards import (
+    Claims,
+    EncodedRecord,
+    encode_record,
     finished_shards,
     publish,
-    remove_sidecars,
-    supervised_rows,
+    read_finished,
+    remove_leftovers,
+    remove_working_files,
+    reopen,
     write_shard,
 )
+from data.store import MANIFEST, FeatureStore, StoreHeader, StoreRecord, read_manifest, supervised_rows
 from models.files import sha256_text
-from models.target import Target, TargetIdentity, pad_rows
+from models.target import (
+    Target,
+    TargetConfig,
+    TargetIdentity,
+    feature_layer_ids,
+    load_spec,
+    load_target,
+    load_tokenizer,
+    pad_rows,
+    target_identity,
+)
 
 log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+"""How often a process without work looks whether the others have finished theirs."""
+WRITES_BEHIND = 2
+MANIFEST_CLAIM = -1
 
 
 @dataclass
@@ -45,164 +68,280 @@ class ExtractConfig:
     captured: str
     store: str
     target: Any
+    chats: ChatOptions
     feature_dtype: str
-    max_length: int
-    min_supervised_tokens: int
+    last_hidden_dtype: str
     records_per_shard: int
     tokens_per_batch: int
+    repair: bool
     verify: bool
+    verify_records: int
+    stats: bool
+    preview: int
 
 
-@dataclass(frozen=True)
-class RenderedRecord:
-    id: str
-    chat: RenderedChat
+@dataclass
+class Work:
+    """What this process did."""
+
+    num_chats: int = 0
+    num_left_out: int = 0
+    num_tokens: int = 0
+    num_padded_tokens: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        rate = self.num_tokens / max(1e-9, self.seconds)
+        padding = 100 * (1 - self.num_tokens / max(1, self.num_padded_tokens))
+        return (
+            f"{self.num_chats} chats ({self.num_left_out} records left out, too little supervised), "
+            f"{self.num_tokens} tokens at {rate:.0f} tokens/s, {padding:.1f} % of the computed tokens padding"
+        )
 
 
 def extract(
     config: ExtractConfig,
-    target: Target,
-    tokenizer: PreTrainedTokenizerBase,
-    identity: TargetIdentity,
+    target_config: TargetConfig,
     accelerator: Accelerator,
+    load: Callable[[TargetConfig, torch.device], Target] = load_target,
 ) -> None:
-    """Fill the store that `config.store` names; returns at once when it is finished and from the same target."""
+    """Fill the store that `config.store` names; returns at once when it is finished and made of the same.
+
+    A SIGTERM ends it after the shard in progress; the same command goes on, with any number of processes. Raises
+    ValueError on responses that cannot be used, on a store made of something else, and when the disk is too small.
+    """
     folder = Path(config.store)
-    header = StoreHeader(
-        target=identity,
-        layer_ids=target.layer_ids,
-        hidden_size=target.spec.hidden_size,
-        feature_dtype=config.feature_dtype,
-        chat_template_sha256=sha256_text(str(tokenizer.chat_template)),
+    tokenizer, identity = load_tokenizer(target_config), target_identity(target_config)
+    responses = open_chats(
+        config.responses, config.chats, target_config, tokenizer, records_per_shard=config.records_per_shard
     )
-    if (folder / "manifest.json").is_file():
-        check_finished(folder, header)
+    header = store_header(target_config, tokenizer, identity, responses, config.feature_dtype, config.last_hidden_dtype)
+    if config.repair:
         if accelerator.is_main_process:
-            remove_sidecars(folder)  # of a run that was killed right after its manifest
-        return
-    records = render_responses(config, tokenizer)
-    longest, limit = max(len(record.chat.input_ids) for record in records), target.spec.max_position_embeddings
-    if longest > limit:
-        raise ValueError(f"a chat of {longest} tokens exceeds the target's context of {limit}: set max_length={limit}")
-    shards = [records[i : i + config.records_per_shard] for i in range(0, len(records), config.records_per_shard)]
-    finished = finished_shards(folder, header) if folder.is_dir() else {}
-    accelerator.wait_for_everyone()
-    todo = [i for i, shard in enumerate(shards) if i not in finished or finished[i].inputs_sha256 != inputs_hash(shard)]
-    log.info("extract: %d chats in %d shards, %d already done", len(records), len(shards), len(shards) - len(todo))
-    captured = CapturedFeatures(Path(config.captured), CaptureHeader(identity, target.layer_ids, config.feature_dtype))
-    for index in tqdm(
-        todo[accelerator.process_index :: accelerator.num_processes],
-        desc="extract",
-        unit="shard",
-        disable=not accelerator.is_main_process or not todo,
-    ):
-        extracted = extract_shard(target, shards[index], config.tokens_per_batch, captured)
-        write_shard(folder, header, shard_index=index, records=extracted, inputs_sha256=inputs_hash(shards[index]))
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        remove_leftovers(folder, len(shards))
-        infos: list[ShardInfo] = [info for _, info in sorted(finished_shards(folder, header).items())]
-        publish(folder, header, infos)
-    accelerator.wait_for_everyone()
-
-
-def check_finished(folder: Path, header: StoreHeader) -> None:
-    """Raises ValueError when the finished store at `folder` is not the one that was asked for."""
-    existing = FeatureStore(folder).manifest.header
-    if existing != header:
-        differing = [key for key, value in asdict(header).items() if asdict(existing)[key] != value]
-        raise ValueError(f"store={folder} exists with another {', '.join(differing)}: remove it or choose another name")
+            repair(folder, header)
+        accelerator.wait_for_everyone()
+    if (folder / MANIFEST).is_file():
+        return check_finished(folder, header, responses.records.fingerprint())
+    captured = CapturedFeatures(Path(config.captured), exact_headers(identity, header, target_config.dtype))
+    target = load(target_config, accelerator.device)
+    job = Extraction(folder, header, responses, target, captured, config.tokens_per_batch)
+    num_left = len(job.unfinished())
+    log.info("extract: %d records in %d shards, %d to do", len(responses.records), responses.num_shards, num_left)
+    if num_left:
+        expected = estimate(responses, header, target, config.tokens_per_batch)
+        expected = expected.scaled(num_left / responses.num_shards, num_processes=accelerator.num_processes)
+        log.info("extract: %s to go", expected)
+        check_disk(folder, expected)
+    stop = StopRequest()
+    with Claims(folder) as claims:
+        share = accelerator.process_index / accelerator.num_processes
+        if not job.run(claims, stop, first=share, show=accelerator.is_main_process):
+            num_left = len(job.unfinished())
+            log.info("extract: asked to stop, %d shards left; the same command goes on from there", num_left)
+            return
+        job.publish(claims)
+    log.info("extract: this process: %s", job.work)
     log.info("extract: %s is finished", folder)
 
 
-def remove_leftovers(folder: Path, num_shards: int) -> None:
-    """Remove what interrupted runs left: unfinished files, and shards of responses that are no longer there."""
-    for path in folder.glob(".*.tmp"):
-        path.unlink()
-    for path in folder.glob("shard-*.safetensors"):
-        if int(path.stem.removeprefix("shard-")) >= num_shards:
-            path.with_suffix(".json").unlink(missing_ok=True)
-            path.unlink()
+def open_chats(
+    source: str,
+    options: ChatOptions,
+    target: TargetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    records_per_shard: int,
+) -> Responses:
+    return Responses(
+        source,
+        tokenizer,
+        options,
+        thinking=target.thinking,
+        context=load_spec(target).max_position_embeddings,
+        records_per_shard=records_per_shard,
+    )
 
 
-def verify_store(folder: Path) -> None:
-    """Re-read every checksum of a finished store; ValueError names each damaged shard."""
-    store = FeatureStore(folder)
-    store.verify()
-    log.info("extract: %s is whole: %d chats in %d shards", folder, len(store), len(store.manifest.shards))
+def store_header(
+    target: TargetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    identity: TargetIdentity,
+    responses: Responses,
+    feature_dtype: str,
+    last_hidden_dtype: str,
+) -> StoreHeader:
+    spec = load_spec(target)
+    return StoreHeader(
+        target=identity,
+        layer_ids=feature_layer_ids(target, spec),
+        hidden_size=spec.hidden_size,
+        feature_dtype=feature_dtype,
+        last_hidden_dtype=last_hidden_dtype,
+        chat_template_sha256=sha256_text(str(tokenizer.chat_template)),
+        chats=responses.describe(),
+    )
 
 
-def render_responses(config: ExtractConfig, tokenizer: PreTrainedTokenizerBase) -> list[RenderedRecord]:
-    """Token ids and loss masks of every usable response, trimmed.
-
-    Chats with fewer than `min_supervised_tokens` supervised tokens are left out and counted in the log. Raises
-    ValueError on a missing or empty file, or when no chat is left.
-    """
-    path = Path(config.responses)
-    if not path.is_file():
-        raise ValueError(f"responses={path}: no such file; run generate.py first")
-    lines = read_lines(path, repair=False)
-    if not lines:
-        raise ValueError(f"responses={path} holds no records")
-    records = []
-    for number, line in enumerate(lines, start=1):
-        if missing := {"id", "messages"} - set(line):
-            raise ValueError(f"{path}:{number}: no {' and no '.join(sorted(missing))}; generate.py writes both")
-        messages = normalise_messages(line["messages"], f"{path}:{number}")
-        try:
-            chat = render_chat(tokenizer, messages, finish_reason=line.get("finish_reason"))
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: {error}") from error
-        chat = trim(chat, config.max_length)
-        if sum(chat.loss_mask) >= config.min_supervised_tokens:
-            records.append(RenderedRecord(line["id"], chat))
-    if len(records) < len(lines):
-        log.info("extract: left out %d chats with too few supervised tokens", len(lines) - len(records))
-    if not records:
-        raise ValueError(f"responses={path}: no chat has {config.min_supervised_tokens} supervised tokens")
-    return records
+def repair(folder: Path, header: StoreHeader) -> None:
+    """Reopen a finished store of this header, so that only shards that are damaged or of other records are made."""
+    if not (folder / MANIFEST).is_file():
+        return
+    check_header(folder, read_manifest(folder).header, header)
+    found = reopen(folder)
+    log.info("extract: %s is open again: %s", folder, "; ".join(found) or "no shard is damaged")
 
 
-def trim(chat: RenderedChat, max_length: int) -> RenderedChat:
-    """Cut at max_length, and after the last supervised token: nothing looks at what follows it."""
-    loss_mask = chat.loss_mask[:max_length]
-    while loss_mask and not loss_mask[-1]:
-        loss_mask.pop()
-    return RenderedChat(chat.input_ids[: len(loss_mask)], loss_mask)
+def check_finished(folder: Path, header: StoreHeader, responses_sha256: str) -> None:
+    """Raises ValueError when the finished store at `folder` is damaged or not the one that was asked for."""
+    manifest = FeatureStore(folder).manifest
+    check_header(folder, manifest.header, header)
+    if manifest.responses_sha256 != responses_sha256:
+        raise ValueError(
+            f"store={folder} was made from other responses: `repair=true` makes the shards that differ again;"
+            " or choose another name"
+        )
+    remove_working_files(folder)  # of a run that was killed right after its manifest
+    log.info("extract: %s is finished", folder)
 
 
-def inputs_hash(shard: Sequence[RenderedRecord]) -> str:
-    """Names what a shard is made from, so that a resumed run redoes shards of other inputs."""
-    digest = hashlib.sha256()
-    for record in shard:
-        digest.update(json.dumps([record.id, record.chat.input_ids, record.chat.loss_mask]).encode())
-    return digest.hexdigest()
+def check_header(folder: Path, existing: StoreHeader, asked: StoreHeader) -> None:
+    if differing := [key for key, value in asdict(asked).items() if asdict(existing)[key] != value]:
+        raise ValueError(f"store={folder} exists with another {', '.join(differing)}: remove it or choose another name")
 
 
-def extract_shard(
+@dataclass
+class Extraction:
+    """One process's share of the work on a store."""
+
+    folder: Path
+    header: StoreHeader
+    responses: Responses
+    target: Target
+    captured: CapturedFeatures
+    tokens_per_batch: int
+    work: Work = field(default_factory=Work)
+
+    def unfinished(self) -> list[int]:
+        return [index for index in range(self.responses.num_shards) if not self.is_finished(index)]
+
+    def is_finished(self, index: int) -> bool:
+        info = read_finished(self.folder, self.header, index)
+        return info is not None and info.inputs_sha256 == self.responses.inputs_sha256(index)
+
+    def run(self, claims: Claims, stop: StopRequest, *, first: float, show: bool) -> bool:
+        """Make shards until none is left; False where `stop` came first. `first` (0 to 1) is where to begin."""
+        todo = self.unfinished()
+        begin = int(first * len(todo))
+        todo = todo[begin:] + todo[:begin]
+        with tqdm(total=len(todo), desc="extract", unit="shard", disable=not show or not todo) as progress:
+            while todo and not stop.received:
+                began = time.perf_counter()
+                num_made = self._make_claimable(todo, claims, stop, progress)
+                self.work.seconds += time.perf_counter() - began
+                if num_made == 0:
+                    time.sleep(POLL_SECONDS)  # other processes hold what is left
+                todo = [] if self.is_published() else self.unfinished()
+        return not todo
+
+    def publish(self, claims: Claims) -> None:
+        """Write the manifest, unless another process does."""
+        while not self.is_published():
+            if claims.take(MANIFEST_CLAIM):
+                if not self.is_published():
+                    remove_leftovers(self.folder, self.responses.num_shards)
+                    infos = [info for _, info in sorted(finished_shards(self.folder, self.header).items())]
+                    publish(self.folder, self.header, infos, self.responses.records.fingerprint())
+            else:
+                time.sleep(POLL_SECONDS)
+
+    def is_published(self) -> bool:
+        return (self.folder / MANIFEST).is_file()
+
+    def _make_claimable(self, todo: Sequence[int], claims: Claims, stop: StopRequest, progress: tqdm) -> int:
+        """Make those shards of `todo` that nobody else holds; returns how many."""
+        num_made = 0
+        writes: deque[Future[None]] = deque()
+        with ThreadPoolExecutor(1, "render") as renderer, ThreadPoolExecutor(1, "write") as writer:
+            for index, rendering in self._rendered_ahead(todo, claims, renderer):
+                writes.append(writer.submit(self._write, claims, index, self.compute(rendering.result())))
+                while len(writes) > WRITES_BEHIND:
+                    writes.popleft().result()
+                num_made += 1
+                progress.update()
+                if stop.received:
+                    break
+            for write in writes:
+                write.result()
+        return num_made
+
+    def _rendered_ahead(
+        self, todo: Sequence[int], claims: Claims, renderer: ThreadPoolExecutor
+    ) -> Iterator[tuple[int, "Future[RenderedShard]"]]:
+        """Claimed shards, while the one after is rendered."""
+        ahead: tuple[int, Future[RenderedShard]] | None = None
+        for index in todo:
+            if self._claim(claims, index):
+                following = index, renderer.submit(self.responses.shard, index)
+                if ahead is not None:
+                    yield ahead
+                ahead = following
+        if ahead is not None:
+            yield ahead
+
+    def _claim(self, claims: Claims, index: int) -> bool:
+        if not claims.take(index):
+            return False
+        # Another process may have finished it since, and the store.
+        if self.is_published() or self.is_finished(index):
+            claims.release(index)
+            return False
+        return True
+
+    def _write(self, claims: Claims, index: int, records: list[EncodedRecord]) -> None:
+        inputs = self.responses.inputs_sha256(index)
+        write_shard(self.folder, self.header, index=index, records=records, inputs_sha256=inputs)
+        claims.release(index)
+
+    def compute(self, shard: RenderedShard) -> list[EncodedRecord]:
+        """The target's outputs over a shard, in its own order."""
+        encoded: dict[int, EncodedRecord] = {}
+        outputs = extract_records(self.target, shard.records, self.tokens_per_batch, self.captured, self.work)
+        for index, record in outputs:
+            encoded[index] = encode_record(record, self.header)
+        self.work.num_chats += len(shard.records)
+        self.work.num_left_out += shard.num_left_out
+        return [encoded[index] for index in range(len(shard.records))]
+
+
+def extract_records(
     target: Target,
     records: Sequence[RenderedRecord],
     tokens_per_batch: int,
     captured: CapturedFeatures | None = None,
-) -> list[StoreRecord]:
-    """Run the target over a shard in length-sorted batches; results are in the shard's own order.
+    work: Work | None = None,
+) -> Iterator[tuple[int, StoreRecord]]:
+    """Every record with its index, in the order of batches of equal lengths, on the target's device.
 
-    Records whose exact tokens were captured while they were generated are not run again.
+    Records whose exact tokens were captured while they were generated are not run again. `work` counts the others.
     """
-    done: dict[int, StoreRecord] = {}
+    todo = []
     for index, record in enumerate(records):
         kept = None if captured is None else captured.find(record.id, record.chat.input_ids)
-        if kept is not None:
-            done[index] = store_record(record, kept.features, kept.hidden)
-    todo = [index for index in range(len(records)) if index not in done]
-    for members in batches_by_length([len(records[i].chat.input_ids) for i in todo], tokens_per_batch):
+        if kept is None:
+            todo.append(index)
+        else:
+            yield index, store_record(record, kept.features, kept.hidden)
+    lengths = [len(records[index].chat.input_ids) for index in todo]
+    for members in batches_by_length(lengths, tokens_per_batch):
         batch = [todo[member] for member in members]
-        tokens, _ = pad_rows([records[i].chat.input_ids for i in batch], target.device)
+        tokens, _ = pad_rows([records[index].chat.input_ids for index in batch], target.device)
         output = target.forward_whole(tokens)
+        if work is not None:
+            work.num_padded_tokens += tokens.numel()
+            work.num_tokens += sum(lengths[member] for member in members)
         for row, index in enumerate(batch):
             length = len(records[index].chat.input_ids)
-            done[index] = store_record(records[index], output.features[row, :length], output.hidden[row, :length])
-    return [done[index] for index in range(len(records))]
+            yield index, store_record(records[index], output.features[row, :length], output.hidden[row, :length])
 
 
 def store_record(record: RenderedRecord, features: Tensor, hidden: Tensor) -> StoreRecord:
@@ -212,18 +351,6 @@ def store_record(record: RenderedRecord, features: Tensor, hidden: Tensor) -> St
         id=record.id,
         input_ids=torch.tensor(record.chat.input_ids, dtype=torch.int32),
         loss_mask=mask,
-        features=features.cpu(),
-        last_hidden=hidden[supervised_rows(mask)].cpu(),
+        features=features,
+        last_hidden=hidden[supervised_rows(mask).to(hidden.device)],
     )
-
-
-def batches_by_length(lengths: Sequence[int], tokens_per_batch: int) -> Iterator[list[int]]:
-    """Indices grouped by length, each padded batch at most `tokens_per_batch` tokens (one record may exceed it)."""
-    batch: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
-        if batch and lengths[index] * (len(batch) + 1) > tokens_per_batch:
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch

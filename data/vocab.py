@@ -2,21 +2,7 @@
 
 from collections.abc import Sequence
 
-import torch
-from safetensors import safe_open
 from torch import Tensor
-
-from data.store import FeatureStore
-
-
-def count_supervised_tokens(store: FeatureStore, vocab_size: int) -> Tensor:
-    """How often each token is supervised, [V] int64. Reads tokens and masks, not features."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for shard in store.manifest.shards:
-        with safe_open(store.folder / shard.file, framework="pt") as file:
-            tokens = file.get_tensor("input_ids")[file.get_tensor("loss_mask")]
-        counts += torch.bincount(tokens.long(), minlength=vocab_size)
-    return counts
 
 
 def choose_draft_vocabulary(counts: Tensor, size: int, stop_token_ids: Sequence[int]) -> Tensor:

@@ -7,8 +7,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read at import: a test that reaches for th
 
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from data.chat import render_chats
 from data.collate import collate
 from data.dataset import RankSampler, StepPlan, TrainingData
-from data.extract import RenderedRecord, extract_shard
+from data.extract import extract_records
 from data.messages import Chat
+from data.responses import RenderedRecord
 from data.run import git_commit
-from data.store import FeatureStore, StoreHeader, publish, write_shard
+from data.shards import encode_record, publish, write_shard
+from data.store import FeatureStore, StoreHeader, StoreRecord
 from models.base import SlotLayout
 from models.dflash import DFlash, DFlashConfig
 from models.dspark import DSpark, DSparkConfig, MarkovHeadType
@@ -142,19 +145,41 @@ def tiny_store(
     tokenizer, rng = tiny_tokenizer(), random.Random(1)
     chats = [render_chats(tokenizer, Chat(counting_chat(rng), None), finish_reason="stop")[0] for _ in range(48)]
     records = [RenderedRecord(f"chat-{index}", chat) for index, chat in enumerate(chats)]
-    header = StoreHeader(tiny_identity, TINY_LAYER_IDS, tiny_target.spec.hidden_size, "float32", "0" * 64)
+    make_store(folder, tiny_header(tiny_target, tiny_identity), extracted(tiny_target, records), shard_size=24)
+    return FeatureStore(folder)
+
+
+def tiny_header(target: Target, identity: TargetIdentity, **changes: Any) -> StoreHeader:
+    header = StoreHeader(
+        target=identity,
+        layer_ids=target.layer_ids,
+        hidden_size=target.spec.hidden_size,
+        feature_dtype="float32",
+        last_hidden_dtype="float32",
+        chat_template_sha256="0" * 64,
+        chats={"supervise": "all", "thinking": None, "max_length": 512, "min_supervised_tokens": 2},
+    )
+    return replace(header, **changes)
+
+
+def extracted(target: Target, records: Sequence[RenderedRecord], tokens_per_batch: int = 512) -> list[StoreRecord]:
+    """The target's outputs over the records, in their order."""
+    found = dict(extract_records(target, records, tokens_per_batch))
+    return [found[index] for index in range(len(records))]
+
+
+def make_store(folder: Path, header: StoreHeader, records: Sequence[StoreRecord], *, shard_size: int) -> None:
     infos = [
         write_shard(
             folder,
             header,
-            shard_index=index,
-            records=extract_shard(tiny_target, records[24 * index : 24 * (index + 1)], 512),
-            inputs_sha256="0" * 64,
+            index=first // shard_size,
+            records=[encode_record(record, header) for record in records[first : first + shard_size]],
+            inputs_sha256="i" * 64,
         )
-        for index in range(2)
+        for first in range(0, len(records), shard_size)
     ]
-    publish(folder, header, infos)
-    return FeatureStore(folder)
+    publish(folder, header, infos, "r" * 64)
 
 
 BLOCK_OPTIONS: dict[str, Any] = {
@@ -271,13 +296,14 @@ def planted_fault(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault:
     raise AssertionError(f"the test does not notice a faulty {name}")
 
 
-def run_killed(work: Callable[[], None], *, kill_before: tuple[Any, str, int]) -> int:
-    """Fork, run `work` in the child, and SIGKILL it just before its n-th call of `owner.name`; returns the exit code.
+def run_killed(work: Callable[[], None], *, kill_at: tuple[Any, str, int], before: bool = True) -> int:
+    """Fork, run `work` in the child, and SIGKILL it around its n-th call of `owner.name`; returns the exit code.
 
-    `kill_before` is (owner, name, n) with n from 1; the code is -9 where the kill came and 0 where `work` ended first.
-    Forked from a parent that has done the imports, so a kill costs milliseconds. The parent must hold no thread locks.
+    `kill_at` is (owner, name, n) with n from 1, just `before` the call or just after it; the code is -9 where the kill
+    came and 0 where `work` ended first. Forked from a parent that has done the imports, so a kill costs milliseconds.
+    The parent must hold no thread locks.
     """
-    owner, name, countdown = kill_before
+    owner, name, countdown = kill_at
     child = os.fork()
     if child == 0:
         calls, original = 0, getattr(owner, name)
@@ -285,9 +311,13 @@ def run_killed(work: Callable[[], None], *, kill_before: tuple[Any, str, int]) -
         def counted(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1
-            if calls == countdown:
+            is_it = calls == countdown
+            if is_it and before:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
+            if is_it:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
 
         status = 1
         try:

@@ -1,8 +1,12 @@
 """Extraction: rows that line up with the target's own predictions, and a store that is the same however it was made."""
 
 import json
+import logging
 import os
 import random
+import shutil
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,25 +16,32 @@ import pytest
 import torch
 from accelerate import Accelerator, debug_launcher
 from accelerate.state import AcceleratorState
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-import data.store as store_module
+import data.estimate as estimate_module
+import data.extract as extract_module
+import data.shards as shards_module
 import models.files as files_module
 import models.target as target_module
-from data.chat import RenderedChat
-from data.extract import (
-    ExtractConfig,
-    RenderedRecord,
-    batches_by_length,
-    extract,
-    extract_shard,
-    render_responses,
-    verify_store,
-)
+from data.chat import RenderedChat, Supervise
+from data.extract import ExtractConfig, extract
+from data.inspect import verify
+from data.responses import ChatOptions, RenderedRecord, Responses, batches_by_length
 from data.run import start_processes
-from data.store import FeatureStore, StoreHeader, publish, supervised_rows, write_shard
-from models.target import Target, TargetIdentity, TargetOutput
-from tests.conftest import counting_chat, files_of, planted_fault, run_killed, tiny_tokenizer
+from data.store import FeatureStore, supervised_rows
+from models.target import Target, TargetConfig, TargetIdentity, TargetOutput
+from tests.conftest import (
+    counting_chat,
+    extracted,
+    files_of,
+    make_store,
+    planted_fault,
+    run_killed,
+    tiny_header,
+    tiny_tokenizer,
+)
 from tests.tiny_families import FAMILIES, VOCAB_SIZE, build
 
 NUM_CHATS = 10
@@ -62,42 +73,57 @@ def config_of(folder: Path, **changes: Any) -> ExtractConfig:
         captured=str(folder / "captured"),
         store=str(folder / "store"),
         target=None,
+        chats=chats_config(),
         feature_dtype="float32",
-        max_length=64,
-        min_supervised_tokens=2,
+        last_hidden_dtype="float32",
         records_per_shard=RECORDS_PER_SHARD,
         tokens_per_batch=60,
+        repair=False,
         verify=False,
+        verify_records=4,
+        stats=False,
+        preview=0,
     )
     return replace(base, **changes)
+
+
+def chats_config(**changes: Any) -> ChatOptions:
+    return replace(ChatOptions(Supervise.all, max_length=64, min_supervised_tokens=2), **changes)
+
+
+def rendered(config: ExtractConfig) -> list[RenderedRecord]:
+    responses = Responses(
+        config.responses, tiny_tokenizer(), config.chats, thinking=None, context=512, records_per_shard=100
+    )
+    return responses.shard(0).records
 
 
 Run = Callable[[ExtractConfig], None]
 
 
 @pytest.fixture
-def run(tiny_target: Target, tiny_identity: TargetIdentity) -> Run:
-    return lambda config: extract(config, tiny_target, tiny_tokenizer(), tiny_identity, Accelerator(cpu=True))
+def run(tiny_target: Target, tiny_target_config: TargetConfig) -> Run:
+    return lambda config: extract(config, tiny_target_config, Accelerator(cpu=True), lambda *_: tiny_target)
 
 
 @pytest.fixture(scope="module")
 def wanted(
-    tmp_path_factory: pytest.TempPathFactory, tiny_target: Target, tiny_identity: TargetIdentity
+    tmp_path_factory: pytest.TempPathFactory, tiny_target: Target, tiny_target_config: TargetConfig
 ) -> dict[str, bytes]:
     """Files of the store that an undisturbed run makes."""
     config = config_of(tmp_path_factory.mktemp("undisturbed"))
-    extract(config, tiny_target, tiny_tokenizer(), tiny_identity, Accelerator(cpu=True))
+    extract(config, tiny_target_config, Accelerator(cpu=True), lambda *_: tiny_target)
     return files_of(Path(config.store))
 
 
 def test_a_ragged_batch_equals_one_by_one(tiny_target: Target, tmp_path: Path) -> None:
     """Float32 sums over another width differ by some 1e-6."""
-    records = render_responses(config_of(tmp_path), tiny_tokenizer())
-    together = extract_shard(tiny_target, records, tokens_per_batch=4096)
+    records = rendered(config_of(tmp_path))
+    together = extracted(tiny_target, records)
     assert [record.id for record in together] == [record.id for record in records]
     assert len({len(record.input_ids) for record in together}) > 3
     for record, found in zip(records, together, strict=True):
-        alone = extract_shard(tiny_target, [record], tokens_per_batch=4096)[0]
+        alone = extracted(tiny_target, [record])[0]
         assert torch.equal(found.input_ids, alone.input_ids) and torch.equal(found.loss_mask, alone.loss_mask)
         torch.testing.assert_close(found.features, alone.features, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(found.last_hidden, alone.last_hidden, atol=1e-5, rtol=1e-5)
@@ -105,8 +131,8 @@ def test_a_ragged_batch_equals_one_by_one(tiny_target: Target, tmp_path: Path) -
 
 def test_features_are_the_outputs_of_the_captured_layers(tiny_target: Target, tmp_path: Path) -> None:
     """Against transformers' own list, in which entry i + 1 is the output of layer i for all but the last layer."""
-    record = render_responses(config_of(tmp_path), tiny_tokenizer())[0]
-    found = extract_shard(tiny_target, [record], tokens_per_batch=4096)[0]
+    record = rendered(config_of(tmp_path))[0]
+    found = extracted(tiny_target, [record])[0]
     ids = torch.tensor([record.chat.input_ids])
     with torch.no_grad():
         hidden = tiny_target.backbone(ids, output_hidden_states=True).hidden_states
@@ -125,9 +151,8 @@ def test_head_of_stored_rows_is_the_models_own_logits(family: str, tmp_path: Pat
         RenderedRecord(str(index), RenderedChat(text, [False] * 3 + [True] * (len(text) - 3)))
         for index, text in enumerate(texts)
     ]
-    header = StoreHeader(TargetIdentity(family, "", ""), target.layer_ids, target.spec.hidden_size, "float32", "")
-    extracted = extract_shard(target, records, tokens_per_batch=30)
-    publish(tmp_path, header, [write_shard(tmp_path, header, shard_index=0, records=extracted, inputs_sha256="")])
+    header = tiny_header(target, TargetIdentity(family, "", ""))
+    make_store(tmp_path, header, extracted(target, records, tokens_per_batch=30), shard_size=2)
     store = FeatureStore(tmp_path)
     for record in (store[index] for index in range(len(store))):
         with torch.inference_mode():
@@ -184,70 +209,183 @@ def test_equal_work_gives_equal_bytes(run: Run, tmp_path: Path, wanted: dict[str
     assert set(wanted) == {"manifest.json", *(f"shard-0000{index}.safetensors" for index in range(3))}
 
 
-def kill_and_resume(run: Run, config: ExtractConfig, kill_before: tuple[Any, str, int]) -> bool:
+def resume(config: ExtractConfig, run: Run, num_processes: int) -> None:
+    """Run to the end, in processes that know of each other only through the store."""
+    children = []
+    for _ in range(num_processes):
+        if (child := os.fork()) == 0:
+            status = 1
+            try:
+                run(config)
+                status = 0
+            finally:
+                os._exit(status)
+        children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * num_processes
+
+
+KillAt = tuple[Any, str, int]
+
+
+def kill_and_resume(run: Run, config: ExtractConfig, kill_at: KillAt, *, before: bool, num_processes: int) -> bool:
     """False where the run ended before its kill came."""
-    code = run_killed(lambda: run(config), kill_before=kill_before)
+    code = run_killed(lambda: run(config), kill_at=kill_at, before=before)
     assert code in (0, -9)
-    run(config)
+    resume(config, run, num_processes)
     return code == -9
 
 
 @pytest.mark.parametrize(
-    "kill_before", [(files_module, "fsync", 1), (Path, "replace", 4), (Path, "replace", 7)], ids=str
+    ("kill_at", "before", "num_processes"),
+    [
+        ((files_module, "fsync", 1), True, 1),  # before the first shard is on disk
+        ((Path, "replace", 1), False, 2),  # between a shard and its sidecar
+        ((Path, "replace", 7), True, 1),  # before the manifest
+    ],
 )
 def test_a_killed_run_resumes_to_the_same_bytes(
-    run: Run, tmp_path: Path, wanted: dict[str, bytes], kill_before: tuple[Any, str, int]
+    run: Run, tmp_path: Path, wanted: dict[str, bytes], kill_at: KillAt, before: bool, num_processes: int
 ) -> None:
-    """Before the first shard is on disk, between a shard and its sidecar, and before the manifest."""
     config = config_of(tmp_path)
-    assert kill_and_resume(run, config, kill_before)
+    assert kill_and_resume(run, config, kill_at, before=before, num_processes=num_processes)
     assert files_of(Path(config.store)) == wanted
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize(
-    ("owner", "name"), [(files_module, "fsync"), (Path, "replace"), (Path, "unlink"), (store_module, "save_file")]
+    ("owner", "name"),
+    [
+        (files_module, "fsync"),
+        (Path, "replace"),
+        (Path, "unlink"),
+        (Path, "chmod"),
+        (shards_module, "save_file"),
+        (Path, "write_text"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_run_killed_anywhere_resumes_to_the_same_bytes(
-    run: Run, tmp_path: Path, wanted: dict[str, bytes], owner: Any, name: str
+def test_a_run_killed_around_any_write_resumes_to_the_same_bytes(
+    run: Run, tmp_path: Path, wanted: dict[str, bytes], owner: Any, name: str, before: bool, num_processes: int
 ) -> None:
     call, killed = 1, True
     while killed:
         folder = tmp_path / str(call)
         folder.mkdir()
         config = config_of(folder)
-        killed = kill_and_resume(run, config, (owner, name, call))
+        killed = kill_and_resume(run, config, (owner, name, call), before=before, num_processes=num_processes)
         assert files_of(Path(config.store)) == wanted, call
         call += 1
     assert call > 3
 
 
-def test_finished_shards_are_not_made_again(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, bytes]
+def slow_save(tensors: dict[str, Tensor], path: Path, **options: Any) -> None:
+    """A slow disk: the file grows in pieces."""
+    whole = path.with_suffix(".whole")
+    save_file(tensors, whole, **options)
+    content = whole.read_bytes()
+    whole.unlink()
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, len(content), 1 + len(content) // 20):
+            file.write(content[start : start + 1 + len(content) // 20])
+            time.sleep(0.005)
+
+
+def kill_at_random(run: Run, config: ExtractConfig, delay: float) -> bool:
+    """Kill a run on a slow disk after `delay` seconds; True where a shard was half written then."""
+    child = os.fork()
+    if child == 0:
+        try:
+            shards_module.save_file = slow_save
+            run(config)
+        finally:
+            os._exit(0)
+    time.sleep(delay)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    half = [path for path in Path(config.store).glob(".shard-*.tmp") if path.stat().st_size]
+    for path in half:  # whole files have their name, so what is left under this one was in progress
+        with pytest.raises((SafetensorError, ValueError)), safe_open(path, framework="pt"):
+            pass
+    return bool(half)
+
+
+def kills_at_random(run: Run, tmp_path: Path, wanted: dict[str, bytes], num_kills: int) -> int:
+    """How many of the kills came in the middle of a write; each is resumed and compared."""
+    rng, num_half = random.Random(0), 0
+    for kill in range(num_kills):
+        folder = tmp_path / str(kill)
+        folder.mkdir()
+        config = config_of(folder)
+        num_half += kill_at_random(run, config, rng.uniform(0.05, 0.45))
+        resume(config, run, num_processes=1 + kill % 2)
+        assert files_of(Path(config.store)) == wanted, kill
+    return num_half
+
+
+def test_three_kills_at_random_times_change_no_byte(run: Run, tmp_path: Path, wanted: dict[str, bytes]) -> None:
+    kills_at_random(run, tmp_path, wanted, 3)
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_times_change_no_byte_and_a_quarter_cut_a_write(
+    run: Run, tmp_path: Path, wanted: dict[str, bytes]
+) -> None:
+    assert kills_at_random(run, tmp_path, wanted, 20) >= 5
+
+
+def test_a_run_that_is_asked_to_stop_ends_with_whole_shards(
+    run: Run, tmp_path: Path, wanted: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(tmp_path)
-    assert run_killed(lambda: run(config), kill_before=(store_module, "save_file", 3)) == -9
-    written: list[str] = []
-    save = store_module.save_file
-    monkeypatch.setattr(store_module, "save_file", lambda t, path, **k: (written.append(path.name), save(t, path, **k)))
+    right = extract_module.extract_records
+
+    def terminated(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return right(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(extract_module, "extract_records", terminated)
+        run(config)
+    names = {path.name for path in Path(config.store).iterdir()}
+    assert names == {".claims", "shard-00000.json", "shard-00000.safetensors"}, "the shard in progress, and no other"
     run(config)
-    assert written == [".shard-00002.safetensors.tmp"]
     assert files_of(Path(config.store)) == wanted
 
 
-def test_changed_responses_make_only_the_changed_shards_again(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def saved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the shard files that are written from now on."""
+    names: list[str] = []
+    save = shards_module.save_file
+
+    def recorded(tensors: dict[str, Tensor], path: Path, **options: Any) -> None:
+        names.append(path.name)
+        save(tensors, path, **options)
+
+    monkeypatch.setattr(shards_module, "save_file", recorded)
+    return names
+
+
+def test_finished_shards_are_not_made_again(
+    run: Run, tmp_path: Path, saved: list[str], wanted: dict[str, bytes]
 ) -> None:
     config = config_of(tmp_path)
-    assert run_killed(lambda: run(config), kill_before=(Path, "replace", 7)) == -9  # all shards, no manifest
+    assert run_killed(lambda: run(config), kill_at=(shards_module, "save_file", 3)) == -9
+    run(config)
+    assert saved == [".shard-00002.safetensors.tmp"]
+    assert files_of(Path(config.store)) == wanted
+
+
+def test_changed_responses_make_only_the_changed_shards_again(run: Run, tmp_path: Path, saved: list[str]) -> None:
+    config = config_of(tmp_path)
+    assert run_killed(lambda: run(config), kill_at=(Path, "replace", 7)) == -9  # all shards, no manifest
     chats = chats_of(1)
     chats[5] = chats_of(2)[0]
     write_responses(Path(config.responses), chats)
-    written: list[str] = []
-    save = store_module.save_file
-    monkeypatch.setattr(store_module, "save_file", lambda t, path, **k: (written.append(path.name), save(t, path, **k)))
     run(config)
-    assert written == [".shard-00001.safetensors.tmp"]
+    assert saved == [".shard-00001.safetensors.tmp"]
     fresh = replace(config, store=str(tmp_path / "fresh"))
     run(fresh)
     assert files_of(Path(config.store)) == files_of(Path(fresh.store))
@@ -255,7 +393,7 @@ def test_changed_responses_make_only_the_changed_shards_again(
 
 def test_shards_of_responses_that_are_gone_do_not_stay(run: Run, tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    assert run_killed(lambda: run(config), kill_before=(Path, "replace", 7)) == -9
+    assert run_killed(lambda: run(config), kill_at=(Path, "replace", 7)) == -9
     write_responses(Path(config.responses), chats_of(1)[:RECORDS_PER_SHARD])
     run(config)
     assert FeatureStore(Path(config.store)).ids == [f"chat-{index}" for index in range(RECORDS_PER_SHARD)]
@@ -268,10 +406,10 @@ def test_responses_that_hold_nothing_are_refused(run: Run, tmp_path: Path) -> No
     config = config_of(tmp_path)
     path = Path(config.responses)
     path.write_text("")
-    with pytest.raises(ValueError, match=r"responses=.* holds no records"):
+    with pytest.raises(ValueError, match=r"responses=.* is empty"):
         run(config)
     path.unlink()
-    with pytest.raises(ValueError, match=r"no such file; run generate\.py first"):
+    with pytest.raises(ValueError, match=r"no such file.*generate\.py writes responses, run it first"):
         run(config)
     write_responses(path, [[{"role": "user", "content": "1 2"}, {"role": "assistant", "content": ""}]])
     with pytest.raises(ValueError, match="no chat has 2 supervised tokens"):
@@ -280,7 +418,7 @@ def test_responses_that_hold_nothing_are_refused(run: Run, tmp_path: Path) -> No
 
 
 def test_a_finished_store_is_kept_for_its_own_target_only(
-    run: Run, tmp_path: Path, tiny_target: Target, tiny_identity: TargetIdentity
+    run: Run, tmp_path: Path, tiny_target: Target, tiny_target_config: TargetConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(tmp_path)
     run(config)
@@ -289,17 +427,22 @@ def test_a_finished_store_is_kept_for_its_own_target_only(
     assert files_of(Path(config.store)) == before
     with pytest.raises(ValueError, match="exists with another feature_dtype"):
         run(replace(config, feature_dtype="bf16"))
-    other_layers = Target(tiny_target.model, tiny_target.spec, (0, 3))
-    other_weights = replace(tiny_identity, weights_sha256="0" * 64)
-    for target, identity, word in ((other_layers, tiny_identity, "layer_ids"), (tiny_target, other_weights, "target")):
+    for changes, word in (({"layer_ids": (0, 3)}, "layer_ids"), ({"thinking": True}, "chats")):
         with pytest.raises(ValueError, match=f"exists with another {word}"):
-            extract(config, target, tiny_tokenizer(), identity, Accelerator(cpu=True))
+            extract(config, replace(tiny_target_config, **changes), Accelerator(cpu=True), lambda *_: tiny_target)
+    with monkeypatch.context() as patch:
+        patch.setattr(extract_module, "target_identity", lambda _config: TargetIdentity("tiny", "0" * 64, "0" * 64))
+        with pytest.raises(ValueError, match="exists with another target"):
+            run(config)
+    write_responses(Path(config.responses), chats_of(2))
+    with pytest.raises(ValueError, match=r"made from other responses: `repair=true`"):
+        run(config)
     assert files_of(Path(config.store)) == before
 
 
 def test_long_chats_are_cut_and_short_ones_left_out(run: Run, tmp_path: Path) -> None:
-    config = config_of(tmp_path, max_length=14, min_supervised_tokens=9)
-    whole = render_responses(replace(config, max_length=64), tiny_tokenizer())
+    config = config_of(tmp_path, chats=chats_config(max_length=14, min_supervised_tokens=9))
+    whole = rendered(replace(config, chats=chats_config()))
     kept = [record for record in whole if sum(record.chat.loss_mask[:14]) >= 9]
     assert 0 < len(kept) <= len(whole)
     run(config)
@@ -310,16 +453,165 @@ def test_long_chats_are_cut_and_short_ones_left_out(run: Run, tmp_path: Path) ->
     ]
 
 
-def test_a_flipped_byte_is_named_by_verify(run: Run, tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    run(config)
-    verify_store(Path(config.store))
-    path = Path(config.store) / "shard-00001.safetensors"
+def damage(store: Path, kind: str) -> str:
+    """Damage shard 1 or the manifest; returns what the error must say."""
+    path = store / "shard-00001.safetensors"
     content = bytearray(path.read_bytes())
+    if kind == "missing":
+        path.unlink()
+        return r"shard-00001\.safetensors is missing"
+    if kind == "truncated":
+        path.write_bytes(content[:-7])
+        return r"shard-00001\.safetensors is truncated"
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"shard-00001\.safetensors is damaged"):
-        verify_store(Path(config.store))
+    return r"shard-00001\.safetensors is damaged"
+
+
+@pytest.mark.parametrize("kind", ["flipped", "truncated", "missing"])
+def test_a_damaged_shard_is_named_and_only_it_is_made_again(
+    run: Run,
+    tmp_path: Path,
+    wanted: dict[str, bytes],
+    kind: str,
+    tiny_target_config: TargetConfig,
+    saved: list[str],
+) -> None:
+    config = config_of(tmp_path)
+    run(config)
+    assert "every checksum is right" in verify(config, tiny_target_config, torch.device("cpu"))
+    message = damage(Path(config.store), kind)
+    with pytest.raises(ValueError, match=message) as error:
+        verify(config, tiny_target_config, torch.device("cpu"))
+    assert "repair=true" in str(error.value) and "shard-00000" not in str(error.value)
+    saved.clear()
+    run(replace(config, repair=True))
+    assert saved == [".shard-00001.safetensors.tmp"]
+    assert files_of(Path(config.store)) == wanted
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Path, "replace"), (Path, "unlink")])
+def test_a_repair_that_is_killed_loses_nothing(
+    run: Run, tmp_path: Path, wanted: dict[str, bytes], owner: Any, name: str
+) -> None:
+    config = config_of(tmp_path)
+    run(config)
+    whole = files_of(Path(config.store))
+    call = 1
+    while True:
+        shutil.rmtree(config.store)
+        Path(config.store).mkdir()
+        for file, content in whole.items():
+            (Path(config.store) / file).write_bytes(content)
+        damage(Path(config.store), "flipped")
+        code = run_killed(lambda: run(replace(config, repair=True)), kill_at=(owner, name, call))
+        run(replace(config, repair=True))
+        assert files_of(Path(config.store)) == wanted, call
+        if code == 0:
+            break
+        call += 1
+    assert call > 3
+
+
+def test_repair_makes_only_shards_of_changed_responses(run: Run, tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    run(config)
+    before = {path.name: path.stat().st_mtime_ns for path in Path(config.store).glob("shard-*")}
+    chats = chats_of(1)
+    chats[5] = chats_of(2)[0]
+    write_responses(Path(config.responses), chats)
+    run(replace(config, repair=True))
+    after = {path.name: path.stat().st_mtime_ns for path in Path(config.store).glob("shard-*")}
+    assert [name for name in sorted(after) if after[name] != before[name]] == ["shard-00001.safetensors"]
+    fresh = replace(config, store=str(tmp_path / "fresh"))
+    run(fresh)
+    assert files_of(Path(config.store)) == files_of(Path(fresh.store))
+
+
+def test_verify_notices_states_that_the_target_does_not_compute(
+    run: Run, tmp_path: Path, tiny_target_config: TargetConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checksums are right, as the wrong values were hashed."""
+    right = Target.forward_whole
+
+    def off(target: Target, input_ids: Tensor) -> TargetOutput:
+        output = right(target, input_ids)
+        return replace(output, features=output.features.roll(1, dims=1))
+
+    for dtype in ("float32", "bf16", "fp8", "nf4"):
+        config = config_of(tmp_path, store=str(tmp_path / dtype), feature_dtype=dtype)
+        with monkeypatch.context() as patch:
+            patch.setattr(Target, "forward_whole", off)
+            run(config)
+        with pytest.raises(ValueError, match="features deviate from the target's own"):
+            verify(config, tiny_target_config, torch.device("cpu"))
+        verify(replace(config, verify_records=0), tiny_target_config, torch.device("cpu"))
+        shutil.rmtree(config.store)
+        run(config)
+        assert "4 chats computed again" in verify(config, tiny_target_config, torch.device("cpu"))
+
+
+def test_the_estimate_is_near_what_is_written(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    right = extract_module.estimate
+    monkeypatch.setattr(extract_module, "estimate", lambda *a: seen.append(right(*a)) or seen[-1])
+    for dtype in ("bf16", "fp8", "nf4"):
+        config = config_of(tmp_path, feature_dtype=dtype, last_hidden_dtype=dtype, store=str(tmp_path / dtype))
+        with caplog.at_level(logging.INFO):
+            run(config)
+        store = FeatureStore(Path(config.store))
+        assert seen[-1].num_tokens == store.manifest.num_tokens and seen[-1].num_chats == len(store)
+        overhead = 1000 * len(store.manifest.shards)  # headers and offsets
+        written = sum(shard.bytes for shard in store.manifest.shards)
+        assert 0 < written - seen[-1].bytes < overhead
+    assert "tokens/s" in caplog.text and "padding" in caplog.text and "to go" in caplog.text
+
+
+def test_a_disk_that_is_too_small_is_named_before_anything_is_written(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(estimate_module.shutil, "disk_usage", lambda _path: usage._replace(free=1000))
+    with pytest.raises(ValueError, match=r"needs .* more, its disk has 1\.0 kB free"):
+        run(config)
+    assert not Path(config.store).exists()
+
+
+def test_equal_ids_are_named_before_anything_is_computed(run: Run, tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    lines = Path(config.responses).read_text().splitlines()
+    Path(config.responses).write_text("\n".join([*lines, lines[2]]))
+    with pytest.raises(ValueError, match=r"equal ids \['chat-2'\]"):
+        run(config)
+    assert not Path(config.store).exists()
+
+
+def test_a_chat_beyond_the_context_is_named(run: Run, tmp_path: Path) -> None:
+    config = config_of(tmp_path, chats=chats_config(max_length=4096))
+    words = " ".join("1" for _ in range(600))
+    write_responses(
+        Path(config.responses), [[{"role": "user", "content": "1"}, {"role": "assistant", "content": words}]]
+    )
+    with pytest.raises(
+        ValueError, match=r"responses\.jsonl:1: a chat of \d+ tokens exceeds .* set chats\.max_length=512"
+    ):
+        run(config)
+
+
+def test_a_group_of_unusable_chats_leaves_no_shard(run: Run, tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    chats = chats_of(1)
+    for index in range(RECORDS_PER_SHARD, 2 * RECORDS_PER_SHARD):
+        chats[index][1] = {"role": "assistant", "content": ""}
+    write_responses(Path(config.responses), chats)
+    run(config)
+    store = FeatureStore(Path(config.store))
+    assert [shard.file for shard in store.manifest.shards] == ["shard-00000.safetensors", "shard-00002.safetensors"]
+    assert store.ids == [f"chat-{index}" for index in (0, 1, 2, 3, 8, 9)]
+    run(config)
 
 
 def test_batches_hold_every_record_once_within_their_size() -> None:
@@ -333,7 +625,7 @@ def test_batches_hold_every_record_once_within_their_size() -> None:
 
 @pytest.mark.parametrize("num_chats", [NUM_CHATS, RECORDS_PER_SHARD])
 def test_two_processes_make_the_bytes_of_one(
-    run: Run, tmp_path: Path, tiny_target: Target, tiny_identity: TargetIdentity, num_chats: int
+    run: Run, tmp_path: Path, tiny_target: Target, tiny_target_config: TargetConfig, num_chats: int
 ) -> None:
     """Also where there are fewer shards than processes."""
     config = config_of(tmp_path)
@@ -345,8 +637,43 @@ def test_two_processes_make_the_bytes_of_one(
     def work() -> None:
         accelerator = start_processes(os.environ)
         (tmp_path / f"rank{accelerator.process_index}").write_text(str(accelerator.num_processes))
-        extract(config, tiny_target, tiny_tokenizer(), tiny_identity, accelerator)
+        extract(config, tiny_target_config, accelerator, lambda *_: tiny_target)
 
     debug_launcher(work, num_processes=2)
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["2", "2"]
     assert files_of(Path(config.store)) == files_of(Path(alone.store))
+
+
+def test_a_process_that_dies_leaves_its_shards_to_the_others(
+    run: Run, tmp_path: Path, wanted: dict[str, bytes]
+) -> None:
+    """One is stuck in its first shard and has claimed the next; another does the rest, waits, and takes over."""
+    config, is_stuck = config_of(tmp_path), tmp_path / "is_stuck"
+    stuck = os.fork()
+    if stuck == 0:
+        extract_module.extract_records = lambda *_: (is_stuck.touch(), time.sleep(60))
+        run(config)
+        os._exit(1)
+    try:
+        wait_until(is_stuck.is_file)
+        other = os.fork()
+        if other == 0:
+            try:
+                run(config)
+            finally:
+                os._exit(0)
+        wait_until((Path(config.store) / "shard-00002.json").is_file)
+        time.sleep(0.2)
+        assert not (Path(config.store) / "manifest.json").exists(), "two shards are still held"
+    finally:
+        os.kill(stuck, signal.SIGKILL)
+        os.waitpid(stuck, 0)
+    os.waitpid(other, 0)
+    assert files_of(Path(config.store)) == wanted
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

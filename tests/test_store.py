@@ -3,33 +3,32 @@
 import json
 import os
 import pickle
+import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from data.store import (
-    FeatureStore,
-    StoreHeader,
-    StoreRecord,
-    finished_shards,
-    publish,
-    supervised_rows,
-    write_shard,
-)
+from data.codecs import CODECS, round_trip
+from data.shards import Claims, ShardInfo, encode_record, finished_shards, publish, reopen, write_shard
+from data.store import FeatureStore, StoreHeader, StoreRecord, supervised_rows
 from models.files import sha256_file
 from models.target import TargetIdentity
+from tests import conftest
 
-HIDDEN_SIZE = 4
+HIDDEN_SIZE = 16
 HEADER = StoreHeader(
     target=TargetIdentity(name="toy", config_sha256="c" * 64, weights_sha256="w" * 64),
     layer_ids=(1, 3, 7),
     hidden_size=HIDDEN_SIZE,
     feature_dtype="bf16",
+    last_hidden_dtype="bf16",
     chat_template_sha256="t" * 64,
+    chats={"supervise": "all", "thinking": None, "max_length": 99, "min_supervised_tokens": 1},
 )
 
 
@@ -39,7 +38,7 @@ def make_record(index: int, header: StoreHeader = HEADER) -> StoreRecord:
     length = index + 2
     loss_mask = torch.rand(length, generator=generator) < (0.0 if index % 3 == 2 else 0.7)
     loss_mask[0] = False
-    dtype = {"bf16": torch.bfloat16, "float32": torch.float32}[header.feature_dtype]
+    dtype = torch.bfloat16 if header.feature_dtype == "bf16" else torch.float32
     return StoreRecord(
         id=f"chat-{index}é",
         input_ids=torch.randint(50_000, (length,), generator=generator, dtype=torch.int32),
@@ -53,18 +52,22 @@ def make_store(
     folder: Path, header: StoreHeader = HEADER, num_shards: int = 3, shard_size: int = 3
 ) -> list[StoreRecord]:
     records = [make_record(index, header) for index in range(num_shards * shard_size)]
-    infos = [
-        write_shard(
-            folder,
-            header,
-            shard_index=shard,
-            records=records[shard * shard_size : (shard + 1) * shard_size],
-            inputs_sha256="i" * 64,
-        )
-        for shard in range(num_shards)
-    ]
-    publish(folder, header, infos)
+    conftest.make_store(folder, header, records, shard_size=shard_size)
     return records
+
+
+def write(folder: Path, index: int, records: list[StoreRecord], inputs: str = "i" * 64) -> ShardInfo:
+    encoded = [encode_record(record, HEADER) for record in records]
+    return write_shard(folder, HEADER, index=index, records=encoded, inputs_sha256=inputs)
+
+
+def rounded(record: StoreRecord, header: StoreHeader) -> StoreRecord:
+    """What reading gives back."""
+    return replace(
+        record,
+        features=round_trip(record.features, CODECS[header.feature_dtype], HIDDEN_SIZE),
+        last_hidden=round_trip(record.last_hidden, CODECS[header.last_hidden_dtype], HIDDEN_SIZE),
+    )
 
 
 def assert_equal(found: StoreRecord, wanted: StoreRecord) -> None:
@@ -86,15 +89,18 @@ def edit_manifest(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-@pytest.mark.parametrize("feature_dtype", ["bf16", "float32"])
-def test_records_come_back_bitwise(tmp_path: Path, feature_dtype: str) -> None:
-    records = make_store(tmp_path, replace(HEADER, feature_dtype=feature_dtype))
+@pytest.mark.parametrize(
+    ("feature_dtype", "last_hidden_dtype"), [("bf16", "bf16"), ("float32", "float32"), ("fp8", "bf16"), ("nf4", "fp8")]
+)
+def test_records_come_back_as_the_codec_rounds_them(tmp_path: Path, feature_dtype: str, last_hidden_dtype: str) -> None:
+    header = replace(HEADER, feature_dtype=feature_dtype, last_hidden_dtype=last_hidden_dtype)
+    records = make_store(tmp_path, header)
     store = FeatureStore(tmp_path)
     store.verify()
     assert len(store) == len(records)
-    assert store.manifest.header == replace(HEADER, feature_dtype=feature_dtype)
+    assert store.manifest.header == header
     for index, record in enumerate(records):
-        assert_equal(store[index], record)
+        assert_equal(store[index], rounded(record, header))
     assert store.lengths.tolist() == [len(record.input_ids) for record in records]
     assert store.num_supervised.tolist() == [len(record.last_hidden) for record in records]
     with pytest.raises(IndexError):
@@ -105,10 +111,11 @@ def test_manifest_has_exactly_the_documented_keys(tmp_path: Path) -> None:
     records = make_store(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert set(manifest) == {
-        *("format", "version", "target", "layer_ids", "hidden_size", "feature_dtype", "scale_dtype"),
-        *("last_hidden_rows", "chat_template_sha256", "num_records", "num_tokens", "num_supervised_tokens", "shards"),
+        *("format", "version", "target", "layer_ids", "hidden_size", "feature_dtype", "scale_dtype", "chats"),
+        *("last_hidden_rows", "last_hidden_dtype", "chat_template_sha256", "responses_sha256"),
+        *("num_records", "num_tokens", "num_supervised_tokens", "shards"),
     }
-    assert set(manifest["shards"][0]) == {"file", "bytes", "sha256", "num_records"}
+    assert set(manifest["shards"][0]) == {"file", "bytes", "sha256", "num_records", "inputs_sha256"}
     assert manifest["num_tokens"] == sum(len(record.input_ids) for record in records)
     assert manifest["num_supervised_tokens"] == sum(int(record.loss_mask.sum()) for record in records)
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -134,48 +141,78 @@ def test_supervised_rows_are_the_predecessors_of_supervised_tokens() -> None:
 def test_interrupted_extraction_is_refused_then_resumed(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     records = make_store(whole)
-    write_shard(broken, HEADER, shard_index=0, records=records[:3], inputs_sha256="i" * 64)
+    write(broken, 0, records[:3])
     # A crash after the shard and before its sidecar: the shard does not count as finished.
-    write_shard(broken, HEADER, shard_index=1, records=records[3:6], inputs_sha256="i" * 64)
+    write(broken, 1, records[3:6])
     (broken / "shard-00001.json").unlink()
     with pytest.raises(ValueError, match=r"extraction was not finished; run extract\.py again"):
         FeatureStore(broken)
     finished = finished_shards(broken, HEADER)
     assert list(finished) == [0] and finished[0].num_records == 3 and finished[0].inputs_sha256 == "i" * 64
     for shard in (1, 2):
-        part = records[shard * 3 : shard * 3 + 3]
-        finished[shard] = write_shard(broken, HEADER, shard_index=shard, records=part, inputs_sha256="i" * 64)
-    publish(broken, HEADER, [finished[shard] for shard in range(3)])
-    for path in whole.iterdir():
-        assert sha256_file(path) == sha256_file(broken / path.name), path.name
+        finished[shard] = write(broken, shard, records[shard * 3 : shard * 3 + 3])
+    publish(broken, HEADER, [finished[shard] for shard in range(3)], "r" * 64)
+    assert conftest.files_of(whole) == conftest.files_of(broken)
     with pytest.raises(ValueError, match="is finished"):
-        write_shard(broken, HEADER, shard_index=3, records=records[:1], inputs_sha256="i" * 64)
+        write(broken, 3, records[:1])
+
+
+def test_a_shard_without_records_is_finished_and_has_no_file(tmp_path: Path) -> None:
+    infos = [write(tmp_path, index, [make_record(index)] if index != 1 else []) for index in range(3)]
+    assert list(finished_shards(tmp_path, HEADER)) == [0, 1, 2]
+    assert not (tmp_path / "shard-00001.safetensors").exists()
+    publish(tmp_path, HEADER, infos, "r" * 64)
+    store = FeatureStore(tmp_path)
+    assert [store[0].id, store[1].id] == [make_record(0).id, make_record(2).id] and len(store) == 2
 
 
 def test_failed_rewrite_does_not_leave_an_old_sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_shard(tmp_path, HEADER, shard_index=0, records=[make_record(0)], inputs_sha256="old")
+    write(tmp_path, 0, [make_record(0)], "old")
 
     def crash(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("data.store.write_json", crash)
+    monkeypatch.setattr("data.shards.write_json", crash)
     with pytest.raises(KeyboardInterrupt):
-        write_shard(tmp_path, HEADER, shard_index=0, records=[make_record(0)], inputs_sha256="new")
+        write(tmp_path, 0, [make_record(0)], "new")
     assert finished_shards(tmp_path, HEADER) == {}
 
 
 def test_sidecar_without_its_whole_shard_does_not_count(tmp_path: Path) -> None:
     for shard in range(3):
-        write_shard(tmp_path, HEADER, shard_index=shard, records=[make_record(shard)], inputs_sha256="i")
+        write(tmp_path, shard, [make_record(shard)])
     (tmp_path / "shard-00000.safetensors").unlink()
     os.truncate(tmp_path / "shard-00001.safetensors", 50)
     assert list(finished_shards(tmp_path, HEADER)) == [2]
 
 
-def test_resuming_with_another_header_is_refused(tmp_path: Path) -> None:
-    write_shard(tmp_path, HEADER, shard_index=0, records=[make_record(0)], inputs_sha256="i")
+@pytest.mark.parametrize("changes", [{"chat_template_sha256": "other"}, {"feature_dtype": "fp8"}, {"chats": {}}])
+def test_resuming_with_another_header_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    write(tmp_path, 0, [make_record(0)])
     with pytest.raises(ValueError, match="belongs to another extraction"):
-        finished_shards(tmp_path, replace(HEADER, chat_template_sha256="other"))
+        finished_shards(tmp_path, replace(HEADER, **changes))
+
+
+def test_a_claim_holds_between_processes_and_ends_with_its_process(tmp_path: Path) -> None:
+    def holds(taken: list[int], tried: list[int]) -> list[bool]:
+        """Claims of a child process that dies by SIGKILL while it holds `taken`."""
+        reader, writer = os.pipe()
+        if os.fork() == 0:
+            claims = Claims(tmp_path)
+            assert all(claims.take(place) for place in taken)
+            os.write(writer, bytes(claims.take(place) for place in tried))
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.close(writer)
+        os.wait()
+        with os.fdopen(reader, "rb") as file:
+            return [bool(byte) for byte in file.read()]
+
+    with Claims(tmp_path) as claims:
+        assert claims.take(3) and claims.take(-1)
+        assert holds([0], [3, -1, 2]) == [False, False, True]
+        assert claims.take(0) and claims.take(2), "the dead process holds nothing"
+        claims.release(3)
+        assert holds([], [3]) == [True]
 
 
 @pytest.mark.parametrize("offset", [-1, 12, 400])
@@ -211,15 +248,18 @@ def test_truncated_and_missing_shards_are_each_named_on_opening(tmp_path: Path) 
         FeatureStore(tmp_path)
 
 
-def test_other_format_or_version_says_how_to_rebuild(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{"version": 1}, {"version": 3}, {"format": "other"}])
+def test_other_format_or_version_says_how_to_rebuild(tmp_path: Path, changes: dict[str, object]) -> None:
     make_store(tmp_path)
-    for changes in ({"version": 2}, {"format": "other"}):
-        edit_manifest(tmp_path, **{"format": "draftsmith-features", "version": 1, **changes})
-        with pytest.raises(ValueError, match=r"rebuild it with extract\.py"):
-            FeatureStore(tmp_path)
+    edit_manifest(tmp_path, **changes)
+    (key, value), *_ = changes.items()
+    with pytest.raises(ValueError, match=rf"manifest\.json has .*{key} {value}.* rebuild it with extract\.py"):
+        FeatureStore(tmp_path)
 
 
-@pytest.mark.parametrize("changes", [{"surprise": 1}, {"target": {"name": "toy"}}, {"last_hidden_rows": "all"}])
+@pytest.mark.parametrize(
+    "changes", [{"surprise": 1}, {"target": {"name": "toy"}}, {"last_hidden_rows": "all"}, {"scale_dtype": "float32"}]
+)
 def test_unknown_manifest_content_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
     make_store(tmp_path)
     edit_manifest(tmp_path, **changes)
@@ -237,19 +277,19 @@ def test_manifest_counts_must_match_the_shards(tmp_path: Path) -> None:
 def test_store_of_another_target_or_without_the_layers_is_refused(tmp_path: Path) -> None:
     make_store(tmp_path)
     store = FeatureStore(tmp_path)
-    store.check_target(config_sha256="c" * 64, weights_sha256="w" * 64, layer_ids=[7, 1])
-    for config, weights in (("x", "w"), ("c", "x")):
+    store.check_target(HEADER.target, [7, 1])
+    for changes in ({"config_sha256": "x" * 64}, {"weights_sha256": "x" * 64}):
         with pytest.raises(ValueError, match="was made by target toy"):
-            store.check_target(config_sha256=config * 64, weights_sha256=weights * 64, layer_ids=[1])
+            store.check_target(replace(HEADER.target, **changes), [1])
     with pytest.raises(ValueError, match=r"needs target layers \[1, 2\].*has \[1, 3, 7\].*missing \[2\]"):
-        store.check_target(config_sha256="c" * 64, weights_sha256="w" * 64, layer_ids=[1, 2])
+        store.check_target(HEADER.target, [1, 2])
 
 
 def test_select_layers_takes_the_columns_of_those_layers_in_the_order_asked(tmp_path: Path) -> None:
     by_layer = torch.tensor(HEADER.layer_ids).repeat_interleave(HIDDEN_SIZE).expand(5, -1)
     mask = torch.tensor([False, False, True, True, True])
     record = StoreRecord("a", torch.arange(5), mask, by_layer.float(), torch.zeros(3, HIDDEN_SIZE))
-    publish(tmp_path, HEADER, [write_shard(tmp_path, HEADER, shard_index=0, records=[record], inputs_sha256="i")])
+    publish(tmp_path, HEADER, [write(tmp_path, 0, [record])], "r" * 64)
     store = FeatureStore(tmp_path)
     features = store[0].features
     for wanted in ([1, 3, 7], [3], [7, 1]):
@@ -263,10 +303,10 @@ def test_select_layers_takes_the_columns_of_those_layers_in_the_order_asked(tmp_
 
 
 def test_empty_data_is_an_error_at_every_door(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="would hold no records"):
-        write_shard(tmp_path / "a", HEADER, shard_index=0, records=[], inputs_sha256="i")
-    with pytest.raises(ValueError, match="would hold no records"):
-        publish(tmp_path / "a", HEADER, [])
+    for infos in ([], [write(tmp_path / "a", 0, [])]):
+        with pytest.raises(ValueError, match="would hold no records"):
+            publish(tmp_path / "a", HEADER, infos, "r" * 64)
+    (tmp_path / "a" / "shard-00000.json").unlink()
     with pytest.raises(ValueError, match="is not a feature store"):
         FeatureStore(tmp_path / "a")
     make_store(tmp_path / "b")
@@ -278,36 +318,57 @@ def test_empty_data_is_an_error_at_every_door(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"features": torch.zeros(4, 11)}, r"features is \[4, 11\], needed \[4, 12\]"),
-        ({"last_hidden": torch.zeros(4, HIDDEN_SIZE)}, r"last_hidden is \[4, 4\], needed \[2, 4\]"),
+        ({"features": torch.zeros(4, 47)}, r"features is \[4, 47\], needed \[4, 48\]"),
+        ({"last_hidden": torch.zeros(4, HIDDEN_SIZE)}, r"last_hidden is \[4, 16\], needed \[2, 16\]"),
         ({"loss_mask": torch.tensor([False, True, True])}, "loss_mask is"),
         ({"loss_mask": torch.tensor([True, False, False, True])}, r"loss_mask\[0\]"),
-        ({"features": torch.full((4, 12), torch.nan)}, "features has NaN"),
+        ({"features": torch.full((4, 48), torch.nan)}, "features has NaN"),
     ],
 )
-def test_records_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, Tensor], message: str) -> None:
+def test_records_that_do_not_fit_are_refused(changes: dict[str, Tensor], message: str) -> None:
     mask = torch.tensor([False, False, True, True])
-    fits = StoreRecord("a", torch.arange(4), mask, torch.zeros(4, 12), torch.zeros(2, HIDDEN_SIZE))
-    write_shard(tmp_path, HEADER, shard_index=0, records=[fits], inputs_sha256="i")
+    fits = StoreRecord("a", torch.arange(4), mask, torch.zeros(4, 48), torch.zeros(2, HIDDEN_SIZE))
+    encode_record(fits, HEADER)
     with pytest.raises(ValueError, match=message):
-        write_shard(tmp_path, HEADER, shard_index=1, records=[replace(fits, **changes)], inputs_sha256="i")
+        encode_record(replace(fits, **changes), HEADER)
 
 
 def test_repeated_ids_and_unlisted_shards_are_not_published(tmp_path: Path) -> None:
-    infos = [
-        write_shard(tmp_path, HEADER, shard_index=shard, records=[make_record(0)], inputs_sha256="i")
-        for shard in range(2)
-    ]
+    infos = [write(tmp_path, shard, [make_record(0)]) for shard in range(2)]
     with pytest.raises(ValueError, match="chat-0é"):
-        publish(tmp_path, HEADER, infos)
+        publish(tmp_path, HEADER, infos, "r" * 64)
     with pytest.raises(ValueError, match="to be published are"):
-        publish(tmp_path, HEADER, infos[:1])
+        publish(tmp_path, HEADER, infos[:1], "r" * 64)
 
 
-@pytest.mark.parametrize("changes", [{"feature_dtype": "fp8"}, {"scale_dtype": "float32"}, {"layer_ids": (3, 1)}])
-def test_headers_that_this_version_cannot_write_are_refused(changes: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=next(iter(changes))):
-        replace(HEADER, **changes)
+@pytest.mark.parametrize(
+    "changes", [{"feature_dtype": "int3"}, {"last_hidden_dtype": "int3"}, {"layer_ids": (3, 1)}, {"hidden_size": 24}]
+)
+def test_headers_that_this_version_cannot_write_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(changes)).replace("hidden_size", "hidden size")):
+        replace(HEADER, **{"feature_dtype": "nf4", **changes})
+
+
+def test_reopening_keeps_the_whole_shards_and_names_the_damaged_ones(tmp_path: Path) -> None:
+    make_store(tmp_path)
+    before = conftest.files_of(tmp_path)
+    flip_byte(tmp_path / "shard-00000.safetensors", -1)
+    (tmp_path / "shard-00002.safetensors").unlink()
+    found = reopen(tmp_path)
+    assert len(found) == 2 and "00000.safetensors is damaged" in found[0] and "00002.safetensors is missing" in found[1]
+    finished = finished_shards(tmp_path, HEADER)
+    assert list(finished) == [1]
+    for index in (0, 2):
+        finished[index] = write(tmp_path, index, [make_record(3 * index + place) for place in range(3)])
+    publish(tmp_path, HEADER, [finished[index] for index in range(3)], "r" * 64)
+    assert conftest.files_of(tmp_path) == before
+
+
+def test_supervised_tokens_are_counted_without_features(tmp_path: Path) -> None:
+    records = make_store(tmp_path)
+    counts = FeatureStore(tmp_path).count_supervised_tokens(50_000)
+    wanted = torch.cat([record.input_ids[record.loss_mask] for record in records]).long()
+    assert torch.equal(counts, torch.bincount(wanted, minlength=50_000))
 
 
 def test_changing_a_record_does_not_change_the_store(tmp_path: Path) -> None:

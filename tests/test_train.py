@@ -100,7 +100,7 @@ def test_training_lowers_the_loss_and_logs_every_metric(tmp_path: Path, run_trai
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, run_training: Any, call: int) -> None:
     undisturbed = run_training(train_config(tmp_path / "whole"))
     config = train_config(tmp_path / "killed")
-    code = run_killed(lambda: run_training(config), kill_before=(trainer, "save_checkpoint", call))
+    code = run_killed(lambda: run_training(config), kill_at=(trainer, "save_checkpoint", call))
     assert code == -9
     assert len(step_folders(tmp_path / "killed" / "checkpoints")) == min(call - 1, 2)
     resumed = run_training(config)
@@ -110,7 +110,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, run_training: Any
 
 def test_a_kill_inside_a_checkpoint_leaves_the_one_before(tmp_path: Path, run_training: Any) -> None:
     config = train_config(tmp_path)
-    code = run_killed(lambda: run_training(config), kill_before=(torch, "save", 2))
+    code = run_killed(lambda: run_training(config), kill_at=(torch, "save", 2))
     assert code == -9
     assert [path.name for path in step_folders(tmp_path / "checkpoints")] == ["step_00000002"]
 
@@ -145,7 +145,7 @@ def test_runs_killed_before_any_write_resume_to_the_same_bits(tmp_path: Path, ru
     for trial in range(12):
         config = train_config(tmp_path / f"killed{trial}")
         owner, name = rng.choice([(models.files, "fsync"), (train.checkpoint, "fsync"), (torch, "save")])
-        kills += run_killed(lambda: run_training(config), kill_before=(owner, name, rng.randrange(1, 6))) == -9  # noqa: B023
+        kills += run_killed(lambda: run_training(config), kill_at=(owner, name, rng.randrange(1, 6))) == -9  # noqa: B023
         resumed = run_training(config)
         assert all(torch.equal(resumed[key], undisturbed[key]) for key in undisturbed)
     assert kills >= 8

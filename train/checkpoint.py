@@ -17,7 +17,7 @@ from models.base import Drafter
 from models.checkpoint import WEIGHTS, load_weights, read_weights, save_drafter, step_folder, step_folders
 from models.files import fsync, read_json, write_json
 from models.target import TargetIdentity
-from train.config import TrainConfig
+from train.config import ONLINE, TrainConfig
 
 # A resumed run may change these; anything else would make it another run than the one it claims to continue.
 FREE_OPTIONS = {"name", "output_dir", "resume", "log_every", "checkpoint_every", "keep_checkpoints", "num_workers"}
@@ -27,6 +27,10 @@ FREE_OPTIONS |= {"tracker", "wandb", "store", "micro_batch_size"}
 def trajectory(config: TrainConfig, num_steps: int) -> dict[str, Any]:
     """The options that decide what a run computes."""
     values = {key: value for key, value in asdict(config).items() if key not in FREE_OPTIONS | {"target", "model"}}
+    if config.store == ONLINE:  # what a store fixes otherwise
+        values["online"] = {key: values["online"][key] for key in ("feature_dtype", "last_hidden_dtype")}
+    else:
+        del values["online"], values["chats"]
     return {**values, "num_steps": num_steps, "model": dict(config.model), "target": dict(config.target)}
 
 

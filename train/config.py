@@ -4,6 +4,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from data.responses import ChatOptions
+
+ONLINE = "online"
+
 
 class TrackerName(StrEnum):
     """Where metrics go besides the local JSONL, which is always written."""
@@ -32,10 +36,22 @@ class WandbConfig:
 
 
 @dataclass
+class OnlineConfig:
+    """store=online: which chats the target runs over in the training process, and how its outputs are rounded."""
+
+    responses: str
+    feature_dtype: str
+    last_hidden_dtype: str
+    tokens_per_batch: int
+
+
+@dataclass
 class TrainConfig:
     name: str
     output_dir: str
     store: str
+    online: OnlineConfig
+    chats: ChatOptions
     target: Any
     model: Any
     seed: int

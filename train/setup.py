@@ -1,31 +1,59 @@
 """Building the drafter that a run trains: sizes from the target, frozen tensors bound, optional warm start."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from data.store import FeatureStore
-from data.vocab import choose_draft_vocabulary, count_supervised_tokens
+from data.extract import open_chats, store_header
+from data.online import OnlineStore
+from data.store import FeatureSource, FeatureStore
+from data.vocab import choose_draft_vocabulary
 from models.base import Drafter
 from models.target import (
     TargetConfig,
+    TargetIdentity,
     choose_mask_token,
     decoder_tensors,
     feature_layer_ids,
     load_frozen,
     load_spec,
+    load_target,
 )
+from train.config import ONLINE, TrainConfig
 
 log = logging.getLogger(__name__)
+
+
+def open_features(
+    config: TrainConfig,
+    target: TargetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    identity: TargetIdentity,
+    accelerator: Accelerator,
+) -> FeatureSource:
+    """The store, or with `store=online` the target itself."""
+    if config.store != ONLINE:
+        return FeatureStore(Path(config.store))
+    if config.num_workers:
+        raise ValueError(
+            f"store=online runs the target in the training process: set num_workers=0, got {config.num_workers}"
+        )
+    online = config.online
+    responses = open_chats(online.responses, config.chats, target, tokenizer, records_per_shard=1)
+    header = store_header(target, tokenizer, identity, responses, online.feature_dtype, online.last_hidden_dtype)
+    return OnlineStore(
+        responses, load_target(target, accelerator.device), header, tokens_per_batch=online.tokens_per_batch
+    )
 
 
 def build_drafter(
     model: Any,
     target: TargetConfig,
     tokenizer: PreTrainedTokenizerBase,
-    store: FeatureStore,
+    store: FeatureSource,
     accelerator: Accelerator,
     *,
     warm_start: bool,
@@ -47,9 +75,9 @@ def build_drafter(
     return drafter
 
 
-def set_draft_vocabulary(drafter: Drafter, size: int, store: FeatureStore) -> None:
+def set_draft_vocabulary(drafter: Drafter, size: int, store: FeatureSource) -> None:
     """Counted anew from the run's own store each time: nothing that could belong to other data or another size."""
-    counts = count_supervised_tokens(store, drafter.spec.vocab_size)
+    counts = store.count_supervised_tokens(drafter.spec.vocab_size)
     token_ids = choose_draft_vocabulary(counts, size, drafter.spec.eos_token_ids)
     drafter.use_draft_vocabulary(token_ids)
     covered = float(counts[token_ids].sum() / counts.sum())

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from data.collate import collate
 from data.dataset import RankSampler, StepPlan, TrainingData
 from data.run import StopRequest
-from data.store import FeatureStore
+from data.store import FeatureSource
 from models.base import DraftBatch, Drafter
 from models.checkpoint import step_folder
 from models.target import TargetIdentity
@@ -53,7 +53,7 @@ class Run:
 def train(
     config: TrainConfig,
     drafter: Drafter,
-    store: FeatureStore,
+    store: FeatureSource,
     identity: TargetIdentity,
     accelerator: Accelerator,
     *,
@@ -63,11 +63,7 @@ def train(
 
     A SIGTERM ends the run early with a checkpoint, from which the same command goes on.
     """
-    store.check_target(
-        config_sha256=identity.config_sha256,
-        weights_sha256=identity.weights_sha256,
-        layer_ids=drafter.target_layer_ids,
-    )
+    store.check_target(identity, drafter.target_layer_ids)
     folder = Path(config.output_dir)
     plan = StepPlan(store.lengths, config.batch_size, config.micro_batch_size, config.seed)
     num_steps = config.num_steps if config.num_steps is not None else int(config.num_epochs * plan.steps_per_epoch)
@@ -94,7 +90,7 @@ def train(
     return step_folder(run.checkpoints, done)
 
 
-def run_steps(run: Run, store: FeatureStore, first_step: int) -> int:
+def run_steps(run: Run, store: FeatureSource, first_step: int) -> int:
     """The loop; returns the number of steps done, the last of which has a checkpoint."""
     config, accelerator, num_steps = run.config, run.accelerator, run.num_steps
     batches = micro_batches(run, store, first_step)
@@ -150,7 +146,7 @@ def micro_batches_per_step(run: Run) -> int:
     return run.config.batch_size // run.config.micro_batch_size // run.accelerator.num_processes
 
 
-def micro_batches(run: Run, store: FeatureStore, first_step: int) -> Iterator[DraftBatch]:
+def micro_batches(run: Run, store: FeatureSource, first_step: int) -> Iterator[DraftBatch]:
     """This process's micro-batches from `first_step` on, on its device."""
     config, accelerator = run.config, run.accelerator
     loader = DataLoader(

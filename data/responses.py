@@ -1,0 +1,169 @@
+"""Answered chats as tokens and loss masks, shard by shard: a shard is a group of consecutive response records."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from data.chat import RenderedChat, Supervise, render_chats
+from data.messages import Message, chat_of
+from data.records import Records, open_records
+from data.shards import check_unique
+
+
+@dataclass
+class ChatOptions:
+    """What of a chat is trained on; conf/chats/default.yaml lists every value with a remark."""
+
+    supervise: Supervise
+    max_length: int
+    min_supervised_tokens: int
+
+
+@dataclass(frozen=True)
+class RenderedRecord:
+    id: str
+    chat: RenderedChat
+
+
+@dataclass(frozen=True)
+class RenderedShard:
+    records: list[RenderedRecord]
+    num_left_out: int
+    """Response records of which too little is supervised."""
+
+
+class Responses:
+    """Response records cut into shards, rendered when a shard is asked for.
+
+    Opening reads every record once: equal ids and records that hold no chat are named before anything is computed.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        tokenizer: PreTrainedTokenizerBase,
+        options: ChatOptions,
+        *,
+        thinking: bool | None,
+        context: int,
+        records_per_shard: int,
+    ) -> None:
+        if options.max_length < 2 or options.min_supervised_tokens < 1 or records_per_shard < 1:
+            raise ValueError(
+                "chats.max_length must be at least 2, chats.min_supervised_tokens and records_per_shard at least 1, "
+                f"got {options.max_length}, {options.min_supervised_tokens} and {records_per_shard}"
+            )
+        self.source, self.tokenizer, self.options, self.thinking = source, tokenizer, options, thinking
+        self.context, self.records_per_shard = context, records_per_shard
+        self.records = open_responses(source)
+        self._check()
+        self._inputs: dict[int, str] = {}
+
+    @property
+    def num_shards(self) -> int:
+        return -(-len(self.records) // self.records_per_shard)
+
+    def describe(self) -> dict[str, Any]:
+        """For the store: what decides the tokens and masks besides the records and the chat template."""
+        return {**asdict(self.options), "supervise": str(self.options.supervise), "thinking": self.thinking}
+
+    def shard(self, index: int) -> RenderedShard:
+        """The usable chats of a shard. Raises ValueError that names a record which the template refuses."""
+        rendered = [self.render(record) for record in self._members(index)]
+        return RenderedShard([chat for chats in rendered for chat in chats], sum(not chats for chats in rendered))
+
+    def inputs_sha256(self, index: int) -> str:
+        """Names the records of a shard, so that a resumed run makes shards of other records again."""
+        if index not in self._inputs:
+            records = [self.records[record] for record in self._members(index)]
+            self._inputs[index] = hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()
+        return self._inputs[index]
+
+    def render(self, index: int) -> list[RenderedRecord]:
+        """Record `index` as one chat or more (see `render_chats`), trimmed; none where too little is supervised."""
+        record, where = self.records[index], self.records.where(index)
+        chat = chat_of(record, where)
+        if record.get("finish_reason") == "length" and not says_anything(chat.messages):
+            return []  # cut before its first token
+        try:
+            chats = render_chats(
+                self.tokenizer,
+                chat,
+                finish_reason=record.get("finish_reason"),
+                thinking=self.thinking,
+                supervise=self.options.supervise,
+            )
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        id, rendered = self._id(index), []
+        for place, chat in enumerate(chats):
+            chat = trim(chat, self.options.max_length)
+            if len(chat.input_ids) > self.context:
+                raise ValueError(
+                    f"{where}: a chat of {len(chat.input_ids)} tokens exceeds the target's context of {self.context}: "
+                    f"set chats.max_length={self.context}"
+                )
+            if sum(chat.loss_mask) >= self.options.min_supervised_tokens:
+                rendered.append(RenderedRecord(f"{id}/{place}" if place else id, chat))
+        return rendered
+
+    def sample(self, size: int) -> tuple[int, list[RenderedRecord]]:
+        """How many records were looked at, spread evenly, and the usable chats among them."""
+        step = max(1, len(self.records) // size)
+        looked_at = range(0, len(self.records), step)
+        return len(looked_at), [rendered for index in looked_at for rendered in self.render(index)]
+
+    def _members(self, shard: int) -> range:
+        first = shard * self.records_per_shard
+        return range(first, min(first + self.records_per_shard, len(self.records)))
+
+    def _id(self, index: int) -> str:
+        return str(self.records[index].get("id", f"{Path(self.source).stem}-{index + 1}"))
+
+    def _check(self) -> None:
+        for index in range(len(self.records)):
+            where = self.records.where(index)
+            messages = chat_of(self.records[index], where).messages
+            if not any(message["role"] == "assistant" for message in messages):
+                roles = [message["role"] for message in messages]
+                raise ValueError(f"{where}: nothing to learn without an assistant turn, got roles {roles}")
+        check_unique([self._id(index) for index in range(len(self.records))], f"responses={self.source}")
+
+
+def open_responses(source: str) -> Records:
+    """Raises ValueError that says what to run first where there is no such file."""
+    try:
+        return open_records(source)
+    except ValueError as error:
+        raise ValueError(f"responses={source}: {error}; generate.py writes responses, run it first") from error
+
+
+def says_anything(messages: list[Message]) -> bool:
+    """Whether the last answer has a text, reasoning or tool calls."""
+    answer = next(message for message in reversed(messages) if message["role"] == "assistant")
+    return any(answer.get(part) for part in ("content", "reasoning_content", "tool_calls"))
+
+
+def trim(chat: RenderedChat, max_length: int) -> RenderedChat:
+    """Cut at max_length, and after the last supervised token: nothing looks at what follows it."""
+    loss_mask = chat.loss_mask[:max_length]
+    while loss_mask and not loss_mask[-1]:
+        loss_mask.pop()
+    return RenderedChat(chat.input_ids[: len(loss_mask)], loss_mask)
+
+
+def batches_by_length(lengths: Sequence[int], tokens_per_batch: int) -> Iterator[list[int]]:
+    """Indices grouped by length, each padded batch at most `tokens_per_batch` tokens (one record may exceed it)."""
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
+        if batch and lengths[index] * (len(batch) + 1) > tokens_per_batch:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch

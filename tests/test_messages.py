@@ -22,6 +22,10 @@ def text(content: str) -> dict[str, str]:
         ({"messages": [{"role": "developer", "content": "s"}, user("hi")]}, [system("s"), user("hi")]),
         ({"messages": [user("hi") | {"content": [text("a"), text("b ")]}]}, [user("ab ")]),
         ({"messages": [user("hi") | {"name": "x", "extra": 1, "tool_calls": None}]}, [user("hi") | {"name": "x"}]),
+        (
+            {"messages": [{"role": None, "content": None, "name": None, "from": "human", "value": "hi"}]},
+            [user("hi")],
+        ),
         ({"messages": [assistant("ok", reasoning="hm")]}, [assistant("ok", reasoning_content="hm")]),
         ({"messages": [assistant("ok", reasoning_content="", tool_calls=[])]}, [assistant("ok")]),
         ({"messages": [{"role": "assistant", "reasoning_content": "hm"}]}, [assistant("", reasoning_content="hm")]),
@@ -114,6 +118,7 @@ def test_tools_are_a_list_or_its_json_text(tools: object, read: list[Any] | None
             {"messages": [user("hi") | {"content": [{"type": "image", "url": "x"}]}]},
             "text parts as content, got the part",
         ),
+        ({"messages": [user("hi") | {"content": [{"type": "audio", "text": "x"}]}]}, "text parts as content, got the"),
         ({"messages": [user("hi") | {"content": [{"type": "text"}]}]}, "text parts as content, got the part"),
         ({"messages": [user("hi"), assistant("\ud800")]}, r"message 1 \(assistant\) has '\\ud800', half a surrogate"),
         ({"messages": [user("hi") | {"tool_calls": [call("f")]}]}, r"\(user\) has tool_calls; only an assistant turn"),

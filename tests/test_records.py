@@ -98,6 +98,9 @@ def test_windows_line_ends_blank_lines_and_a_byte_order_mark_change_nothing(tmp_
     assert list(open_records(str(path))) == ROWS
     path.write_bytes(b"\xef\xbb\xbf\r\n" + lines[0])
     assert list(open_records(str(path))) == ROWS[:1]
+    path = path.with_suffix(".json")
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(ROWS).encode())
+    assert list(open_records(str(path))) == ROWS
 
 
 JSON_LINES = st.dictionaries(st.sampled_from("ab"), st.text('x\né\u2028\r"\\', max_size=4) | st.integers(), max_size=2)

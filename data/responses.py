@@ -140,7 +140,8 @@ def open_responses(source: str) -> Records:
     try:
         return open_records(source)
     except ValueError as error:
-        raise ValueError(f"responses={source}: {error}; generate.py writes responses, run it first") from error
+        missing = Path(source).suffix == ".jsonl" and not Path(source).is_file()
+        raise ValueError(f"responses={source}: {'no such file; run generate.py first' if missing else error}") from error
 
 
 def says_anything(messages: list[Message]) -> bool:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from data.chat import render_prompt
+from data.codecs import find_codec, round_trip
 from data.generate import BuiltinPrompts
 from data.messages import prompt_part
 from data.prompts import Prompt
@@ -56,6 +57,7 @@ class EvalConfig:
     confidence_threshold: float
     baselines: list[str]
     check_transformers: int
+    feature_dtype: str | None
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class Harness:
         self, config: EvalConfig, target: Target, target_config: TargetConfig, tokenizer: PreTrainedTokenizerBase
     ) -> None:
         self.config, self.target, self.target_config, self.tokenizer = config, target, target_config, tokenizer
+        self.rounding = None if config.feature_dtype is None else find_codec(config.feature_dtype, "feature_dtype")
         self.folder = Path(config.output_dir) / "eval"
         self.prompts = {
             "main": self._load(config.tasks, config.num_prompts),
@@ -136,7 +139,17 @@ class Harness:
         return load_tasks(names, self.config.builtin, prompts_dir=self.config.prompts_dir, num_prompts=num_prompts)
 
     def _render(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        return [render_prompt(self.tokenizer, prompt_part(prompt.messages)) for prompt in prompts]
+        thinking = self.target_config.thinking
+        return [
+            render_prompt(self.tokenizer, prompt_part(prompt.messages), tools=prompt.tools, thinking=thinking)
+            for prompt in prompts
+        ]
+
+    def _target_of(self, subject: Subject) -> Target:
+        """The target read out at the subject's layers, rounded as a store would where that is asked for."""
+        size, codec = self.target.spec.hidden_size, self.rounding
+        rounded = None if codec is None else lambda features: round_trip(features, codec, size)
+        return self.target.capturing(subject.layer_ids, rounded)
 
     def _choose_length(self, subject: Subject) -> LengthChoice:
         """Measured once per drafter, batch size and machine state, and kept."""
@@ -145,7 +158,7 @@ class Harness:
         if path.is_file():
             return LengthChoice(**read_json(path))
         sample = self._render(self.prompts["main"][: self.config.batch_size])
-        target = self.target.capturing(subject.layer_ids)
+        target = self._target_of(subject)
         choice = choose_num_draft_tokens(target, subject.drafter, sample, self._decode_config(0.0, 0))
         write_json(path, asdict(choice))
         return choice
@@ -177,6 +190,7 @@ class Harness:
             "num_draft_tokens": plan.num_draft_tokens,
             "slot_layout": plan.subject.slot_layout,
             "dtype": self.target_config.dtype,
+            "feature_dtype": self.config.feature_dtype or self.target_config.dtype,
             "device": str(self.target.device),
             "batch_size": self.config.batch_size,
             "max_new_tokens": config.max_new_tokens,
@@ -187,7 +201,7 @@ class Harness:
         if path.is_file():
             return Pass.from_dict(read_json(path))
         label = f"{plan.subject.name} T={plan.temperature:g} K={plan.num_draft_tokens} {plan.task_set}"
-        target = self.target.capturing(plan.subject.layer_ids)
+        target = self._target_of(plan.subject)
         with tqdm(total=len(prompts), desc=label, unit="prompt") as progress:
             result = decode(
                 target, plan.subject.drafter, rendered, config, on_finish=lambda _generation: progress.update()

@@ -60,6 +60,7 @@ class Target:
 
     def __init__(self, model: nn.Module, spec: TargetSpec, layer_ids: tuple[int, ...]) -> None:
         self.spec, self.layer_ids = spec, layer_ids
+        self.round_features: Callable[[Tensor], Tensor] | None = None
         self.model = model.eval().requires_grad_(False)
         self.backbone = model.get_decoder()  # type: ignore[operator]
         self.layers: nn.ModuleList = self.backbone.layers
@@ -83,10 +84,12 @@ class Target:
     def device(self) -> torch.device:
         return self.head.device
 
-    def capturing(self, layer_ids: tuple[int, ...]) -> "Target":
-        """The same weights, read out at other layers."""
+    def capturing(
+        self, layer_ids: tuple[int, ...], round_features: Callable[[Tensor], Tensor] | None = None
+    ) -> "Target":
+        """The same weights, read out at other layers, with features [..., L*D] passed through `round_features`."""
         other = copy.copy(self)
-        other.layer_ids = layer_ids
+        other.layer_ids, other.round_features = layer_ids, round_features
         return other
 
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
@@ -124,6 +127,8 @@ class Target:
         with _capture(self.layers, self.layer_ids if with_features else ()) as captured:
             hidden = self.backbone(**inputs).last_hidden_state
         features = torch.cat([captured[i] for i in self.layer_ids], dim=-1) if captured else hidden[..., :0]
+        if captured and self.round_features is not None:
+            features = self.round_features(features)
         return TargetOutput(hidden=hidden, features=features)
 
     def _masks(self, visible: Tensor, positions: Tensor) -> Tensor | dict[str, Tensor]:

@@ -6,12 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.capture import BatchCapture, CapturedFeatures, CaptureHeader, capture_header, write_captured
+from data.capture import (
+    BatchCapture,
+    CapturedFeatures,
+    CaptureHeader,
+    capture_header,
+    exact_headers,
+    write_captured,
+)
 from data.chat import RenderedChat
-from data.extract import RenderedRecord, extract_shard
+from data.extract import extract_records
 from data.generate import GenerateConfig, answer_batch
+from data.responses import RenderedRecord
 from models.sampling import SamplingConfig
 from models.target import Target, TargetIdentity
+from tests.conftest import tiny_header
 
 
 def settings(temperature: float = 0.0) -> GenerateConfig:
@@ -56,11 +65,12 @@ def test_captured_features_equal_extracted_ones(
     folder: Path, header: CaptureHeader, tiny_target: Target, tiny_prompts: list[list[int]]
 ) -> None:
     records = records_of(tiny_target, tiny_prompts)
-    captured = CapturedFeatures(folder, header)
+    captured = CapturedFeatures(folder, [header])
     assert all(captured.find(record.id, record.chat.input_ids) is not None for record in records)
-    for ours, theirs in zip(
-        extract_shard(tiny_target, records, 512, captured), extract_shard(tiny_target, records, 512), strict=True
-    ):
+    taken = dict(extract_records(tiny_target, records, 512, captured))
+    computed = dict(extract_records(tiny_target, records, 512))
+    assert set(taken) == set(computed) == set(range(len(records)))
+    for ours, theirs in ((taken[index], computed[index]) for index in taken):
         assert torch.equal(ours.input_ids, theirs.input_ids) and torch.equal(ours.loss_mask, theirs.loss_mask)
         # float32 sums in another order: cached steps against one whole pass
         torch.testing.assert_close(ours.features, theirs.features, rtol=1e-4, atol=1e-4)
@@ -68,15 +78,39 @@ def test_captured_features_equal_extracted_ones(
 
 
 def test_other_tokens_ids_targets_layers_and_types_are_not_taken(folder: Path, header: CaptureHeader) -> None:
-    captured = CapturedFeatures(folder, header)
+    captured = CapturedFeatures(folder, [header])
     others = [
         replace(header, target=replace(header.target, weights_sha256="0" * 64)),
         replace(header, layer_ids=(0, 1)),
         replace(header, feature_dtype="bf16"),
     ]
     for other in others:
-        assert not CapturedFeatures(folder, other)._places
+        assert not CapturedFeatures(folder, [other])._places
     assert captured._places and captured.find("unknown", [1]) is None
+
+
+@pytest.mark.parametrize(
+    ("feature_dtype", "last_hidden_dtype", "target_dtype", "taken"),
+    [
+        ("bf16", "bf16", "float32", {"float32", "bf16"}),
+        ("fp8", "fp8", "float32", {"float32"}),  # rounded to bf16 first, values may land on another fp8 step
+        ("bf16", "fp8", "float32", {"float32"}),
+        ("fp8", "fp8", "bfloat16", {"float32", "bf16"}),
+        ("float32", "float32", "float32", {"float32"}),
+    ],
+)
+def test_only_captures_that_round_like_the_target_itself_are_taken(
+    tiny_target: Target,
+    tiny_identity: TargetIdentity,
+    feature_dtype: str,
+    last_hidden_dtype: str,
+    target_dtype: str,
+    taken: set[str],
+) -> None:
+    store = tiny_header(
+        tiny_target, tiny_identity, feature_dtype=feature_dtype, last_hidden_dtype=last_hidden_dtype
+    )
+    assert {header.feature_dtype for header in exact_headers(tiny_identity, store, target_dtype)} == taken
 
 
 def test_a_changed_token_is_computed_again(
@@ -84,7 +118,7 @@ def test_a_changed_token_is_computed_again(
 ) -> None:
     record = records_of(tiny_target, tiny_prompts)[0]
     ids = [*record.chat.input_ids[:-1], (record.chat.input_ids[-1] + 1) % 55]
-    assert CapturedFeatures(folder, header).find(record.id, ids) is None
+    assert CapturedFeatures(folder, [header]).find(record.id, ids) is None
 
 
 def test_an_unknown_type_is_refused(tiny_target: Target, tiny_identity: TargetIdentity) -> None:

@@ -96,7 +96,7 @@ def test_the_reference_recipe_of_eagle3_fuses_all_layers_with_qk_norms() -> None
 def test_no_yaml_is_out_of_reach() -> None:
     """A file that no test above composes would rot."""
     known = {f"{script}.yaml" for script in SCRIPTS}
-    known |= {f"{group}/{name}.yaml" for group in ("target", "model", "experiment") for name in options(group)}
+    known |= {f"{group}/{name}.yaml" for group in ("target", "model", "chats", "experiment") for name in options(group)}
     known |= {f"experiment/{s}/{name}.yaml" for s in SCRIPTS for name in options(f"experiment/{s}")}
     pairs = [(experiment, model) for experiment in options("experiment") for model in options("model")]
     known |= {

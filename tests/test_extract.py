@@ -409,7 +409,7 @@ def test_responses_that_hold_nothing_are_refused(run: Run, tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"responses=.* is empty"):
         run(config)
     path.unlink()
-    with pytest.raises(ValueError, match=r"no such file.*generate\.py writes responses, run it first"):
+    with pytest.raises(ValueError, match=r"no such file; run generate\.py first"):
         run(config)
     write_responses(path, [[{"role": "user", "content": "1 2"}, {"role": "assistant", "content": ""}]])
     with pytest.raises(ValueError, match="no chat has 2 supervised tokens"):

@@ -181,7 +181,7 @@ def test_missing_responses_say_what_to_run_first(fails: Callable[..., str], tmp_
 
 def test_empty_responses_are_refused(fails: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "responses.jsonl").touch()
-    assert "holds no records" in fails("extract", f"output_dir={tmp_path}")
+    assert "responses.jsonl is empty" in fails("extract", f"output_dir={tmp_path}")
 
 
 def test_a_chat_without_an_assistant_turn_is_refused(fails: Callable[..., str], tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_chat_without_an_assistant_turn_is_refused(fails: Callable[..., str], 
 
 def test_a_response_without_messages_is_named(fails: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "responses.jsonl").write_text('{"id": "a"}\n')
-    assert "responses.jsonl:1: no messages" in fails("extract", f"output_dir={tmp_path}")
+    assert "responses.jsonl:1: none of messages" in fails("extract", f"output_dir={tmp_path}")
 
 
 def test_a_missing_store_says_how_to_make_one(fails: Callable[..., str], tmp_path: Path) -> None:

@@ -14,15 +14,17 @@ from accelerate import Accelerator, debug_launcher
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
+from data.chat import Supervise
 from data.collate import collate
 from data.dataset import RankSampler, StepPlan, TrainingData, sample_anchors
+from data.responses import ChatOptions
 from data.store import FeatureStore
 from models.checkpoint import step_folders
 from models.target import Target, TargetConfig, TargetIdentity
 from tests.conftest import build_dspark, planted_fault, run_killed
 from train import trainer
 from train.checkpoint import find_checkpoint
-from train.config import OptimConfig, TrackerName, TrainConfig, WandbConfig
+from train.config import OnlineConfig, OptimConfig, TrackerName, TrainConfig, WandbConfig
 from train.metrics import MetricSums, expected_acceptance_length
 from train.optim import learning_rate
 
@@ -38,6 +40,8 @@ def train_config(folder: Path, **changes: Any) -> TrainConfig:
         "name": "test",
         "output_dir": str(folder),
         "store": "",
+        "online": OnlineConfig(responses="", feature_dtype="bf16", last_hidden_dtype="bf16", tokens_per_batch=64),
+        "chats": ChatOptions(Supervise.all, max_length=64, min_supervised_tokens=2),
         "target": {"name": "tiny"},
         "model": {"kind": "dspark"},
         "seed": 3,

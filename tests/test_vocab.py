@@ -9,9 +9,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+import data.store as store_module
 from data import vocab
 from data.store import FeatureStore
-from data.vocab import choose_draft_vocabulary, count_supervised_tokens
+from data.vocab import choose_draft_vocabulary
 from models.checkpoint import load_drafter, save_drafter
 from models.target import Target, TargetConfig, load_tokenizer
 from tests.conftest import dflash_config, dspark_config, eagle3_config, planted_fault, train_briefly
@@ -48,7 +49,7 @@ def check_choice() -> None:
 def test_counts_equal_a_loop_over_records(tiny_store: FeatureStore) -> None:
     """Supervised tokens only, over both shards."""
     assert len(tiny_store.manifest.shards) == 2
-    counts = count_supervised_tokens(tiny_store, VOCAB_SIZE)
+    counts = tiny_store.count_supervised_tokens(VOCAB_SIZE)
     assert counts.tolist() == loop_counts(tiny_store) and counts.dtype == torch.int64
     assert counts.sum() == tiny_store.manifest.num_supervised_tokens
     assert counts[1] == 0  # <user> is in every prompt and never supervised
@@ -117,7 +118,7 @@ def test_a_run_chooses_from_its_own_store(build: Any, tiny_store: FeatureStore, 
 def test_drafters_without_a_reduced_vocabulary_are_built_without_counting(
     monkeypatch: pytest.MonkeyPatch, build: Any, model: Any
 ) -> None:
-    monkeypatch.setattr("train.setup.count_supervised_tokens", None)
+    monkeypatch.setattr(FeatureStore, "count_supervised_tokens", None)
     assert build(model).draft_vocab_size is None
 
 
@@ -151,7 +152,7 @@ def test_a_drafter_of_the_stores_vocabulary_trains_decodes_and_comes_back(
 
 
 def test_counting_unsupervised_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch, tiny_store: FeatureStore) -> None:
-    right = vocab.safe_open
+    right = store_module.safe_open
 
     class Everything:
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -166,5 +167,5 @@ def test_counting_unsupervised_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch
             tensor = self.file.__enter__().get_tensor(name)
             return torch.ones_like(tensor) if name == "loss_mask" else tensor
 
-    with planted_fault(monkeypatch, vocab, "safe_open", Everything):
+    with planted_fault(monkeypatch, store_module, "safe_open", Everything):
         test_counts_equal_a_loop_over_records(tiny_store)

@@ -126,6 +126,7 @@ class Servers:
         self._servers = [_Server(url) for url in server_urls(options.server)]
         self._changed = threading.Condition()
         self._stopped = threading.Event()
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request otherwise
         self._client = httpx.Client(
             timeout=httpx.Timeout(options.request_timeout, connect=min(CONNECT_SECONDS, options.request_timeout)),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=self.num_slots),
@@ -267,26 +268,35 @@ def answer_all(
 ) -> Iterator[list[tuple[T, RequestError | None]]]:
     """Call `answer(chat)`, which asks the servers, in as many threads as they have slots; yields those that are done.
 
-    A chat that failed comes with its error. After a stop request only requests on their way are waited for, and chats
-    that want another one are dropped. Raises ServersGoneError once all that can still end has ended.
+    A chat that failed comes with its error. After a stop request or an interrupt only requests on their way are waited
+    for, and chats that want another one are dropped. Once all that can still end has ended, raises ServersGoneError or
+    KeyboardInterrupt where that was the reason.
     """
     waiting, running = iter(chats), dict[Future[None], T]()
-    gone: ServersGoneError | None = None
+    ending: BaseException | None = None
     executor = ThreadPoolExecutor(servers.num_slots)
     try:
         while True:
-            if stop.received or gone is not None:
+            if stop.received or ending is not None:
                 servers.stop()
             else:
                 for chat in islice(waiting, 2 * servers.num_slots - len(running)):
                     running[executor.submit(answer, chat)] = chat
             if not running:
                 break
+            try:
+                done = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED).done
+            except KeyboardInterrupt as error:
+                if ending is not None:
+                    raise
+                ending = error
+                log.info("waiting for requests on their way; a second interrupt drops them")
+                continue
             outcomes = []
-            for future in wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED).done:
+            for future in done:
                 chat, error = running.pop(future), future.exception()
                 if isinstance(error, ServersGoneError):
-                    gone = error
+                    ending = ending or error
                 elif error is None or isinstance(error, RequestError):
                     outcomes.append((chat, error))
                 elif not isinstance(error, StoppedError):
@@ -296,8 +306,8 @@ def answer_all(
     finally:
         servers.stop()
         executor.shutdown(wait=False, cancel_futures=True)
-    if gone is not None:
-        raise gone
+    if ending is not None:
+        raise ending
 
 
 def read_reply(content: bytes, url: str) -> Reply:

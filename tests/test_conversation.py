@@ -195,8 +195,9 @@ def test_a_later_turn_that_the_chat_template_refuses_is_named_before_anything_is
         "{% for m in messages %}{% if m['role'] == 'system' and not loop.first %}"
         "{{ raise_exception('system first') }}{% endif %}{% endfor %}" + TEMPLATE
     )
-    config = chats_config(tmp_path, CHATS)
-    with pytest.raises(ValueError, match=r"prompt system: the chat template .* system first"):
+    late = [turn("user", "1"), turn("assistant", "2"), turn("system", "2"), turn("user", "3 3")]
+    config = chats_config(tmp_path, {"plain": CHATS["plain"], "late": late}, batch_size=1)
+    with pytest.raises(ValueError, match=r"prompt late: the chat template .* system first"):
         generate(config, tiny_target, tokenizer, IDENTITY, thinking=None)
     assert not Path(config.responses).exists()
 

@@ -127,6 +127,7 @@ def test_a_server_that_dies_midway_costs_no_answer(
     run_by_servers(config, tiny_target)
     assert len(answers_of(config)) == 60 and not failed(config)
     assert 5 <= len(servers[0].bodies) <= 5 + 2 * config.concurrency and len(servers[1].bodies) >= 50
+    assert servers[1].most_at_once == config.concurrency, "the load of two is not put on one"
 
 
 def test_when_all_servers_are_gone_the_run_ends_at_once_and_answers_stay(
@@ -164,6 +165,10 @@ def test_failures_are_written_aside_tried_again_and_leave_the_file_when_they_pas
     asked = len(server.bodies)
     run_by_servers(config, tiny_target)
     assert sorted(user_texts(server)[asked:]) == ["11", "3", "7", "7", "7"], "only failures are asked again"
+    assert set(failed(config)) == {"r7"}
+    run_by_servers(replace(config, num_prompts=7), tiny_target)
+    assert not failed(config), "r7 is not asked any more"
+    run_by_servers(config, tiny_target)
     assert set(failed(config)) == {"r7"}
     bad.clear()
     run_by_servers(config, tiny_target)
@@ -259,6 +264,23 @@ def test_a_stop_request_drops_chats_that_wait_and_says_how_to_go_on(
     assert time.monotonic() - began < 5 and len(server.bodies) <= 8
     assert not Path(config.responses).exists() and not failed(config)
     assert "asked to stop after 0 of 10; the same command goes on from there" in caplog.text
+
+
+def test_an_interrupt_keeps_what_is_on_its_way(
+    serve: Callable[..., ChatServer], tiny_target: Target, tmp_path: Path
+) -> None:
+    def slow(body: Body, number: int) -> Body:
+        time.sleep(0.1)
+        if number == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        return echo(body, number)
+
+    server = serve(slow)
+    config = numbered_config(tmp_path, server.url)
+    with pytest.raises(KeyboardInterrupt):
+        run_by_servers(config, tiny_target)
+    assert 0 < len(answers_of(config)) == len(server.bodies) <= config.concurrency
 
 
 def test_every_turn_is_sent_with_the_answers_so_far_and_a_cut_one_ends_the_chat(

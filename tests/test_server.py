@@ -1,8 +1,10 @@
 """One request to servers that misbehave in every way, over real HTTP; and what a request holds."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from email.utils import formatdate
 from typing import Any
@@ -119,6 +121,27 @@ def test_answers_keep_text_reasoning_tool_calls_and_the_finish_reason(
     assert (reply.message, reply.finish_reason) == ({"role": "assistant", **message}, finish_reason)
 
 
+def test_requests_go_to_the_least_loaded_server(serve: Callable[..., ChatServer]) -> None:
+    all_here = threading.Barrier(8, timeout=5)
+
+    def gathering(body: Body, number: int) -> Body:
+        all_here.wait()
+        return echo(body, number)
+
+    pair = [serve(gathering), serve(gathering)]
+    with Servers(options([server.url for server in pair], concurrency=8)) as servers, ThreadPoolExecutor(8) as threads:
+        body = {"messages": [{"content": "1"}]}
+        assert len({reply.finish_reason for reply in threads.map(servers.ask, [body] * 8)}) == 1
+    assert [len(server.bodies) for server in pair] == [4, 4]
+
+
+def test_another_attempt_goes_to_another_server(serve: Callable[..., ChatServer]) -> None:
+    pair = [serve(in_turn(refused(503))), serve(echo)]
+    with Servers(options([server.url for server in pair], max_attempts=2)) as servers:
+        servers.ask({"messages": [{"content": "1"}]})
+    assert [len(server.bodies) for server in pair] == [1, 1]
+
+
 def test_retry_after_is_waited_for(serve: Callable[..., ChatServer]) -> None:
     began = time.monotonic()
     ask(serve(in_turn(refused(429, Retry_After="1"), FINE)))
@@ -192,6 +215,16 @@ def test_urls_are_taken_with_and_without_v1_from_a_text_or_a_list() -> None:
 def test_what_is_no_url_is_named(server: Any) -> None:
     with pytest.raises(ValueError, match=r"^server="):
         server_urls(server)
+
+
+def test_a_request_writes_no_line_into_the_log(
+    serve: Callable[..., ChatServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """There are a million of them."""
+    caplog.set_level(logging.INFO)
+    logging.getLogger("httpx").setLevel(logging.NOTSET)
+    ask(serve(echo))
+    assert not caplog.records
 
 
 def test_a_base_url_with_v1_reaches_the_same_server(serve: Callable[..., ChatServer]) -> None:

@@ -24,7 +24,9 @@ def main(node: DictConfig) -> None:
         target = prepare_target(node.target, folder, accelerator)
         for option, inspect in INSPECTIONS.items():
             if getattr(config, option):
-                sys.stdout.write(inspect(config, target, accelerator.device))
+                text = inspect(config, target, accelerator)
+                if accelerator.is_main_process:
+                    sys.stdout.write(text)
                 return
         with stage(folder, "extract", is_main=accelerator.is_main_process):
             extract(config, target, accelerator)

@@ -37,6 +37,7 @@ from data.shards import (
     write_shard,
 )
 from data.store import MANIFEST, FeatureStore, StoreHeader, StoreRecord, read_manifest, supervised_rows
+from data.tensor_parallel import STOP, TargetGroup
 from models.files import sha256_text
 from models.target import (
     Target,
@@ -103,7 +104,7 @@ def extract(
     config: ExtractConfig,
     target_config: TargetConfig,
     accelerator: Accelerator,
-    load: Callable[[TargetConfig, torch.device], Target] = load_target,
+    load: Callable[..., Target] = load_target,
 ) -> None:
     """Fill the store that `config.store` names; returns at once when it is finished and made of the same.
 
@@ -122,20 +123,22 @@ def extract(
         accelerator.wait_for_everyone()
     if (folder / MANIFEST).is_file():
         return check_finished(folder, header, responses.records.fingerprint())
+    group = TargetGroup(target_config, accelerator)
     captured = CapturedFeatures(Path(config.captured), exact_headers(identity, header, target_config.dtype))
-    target = load(target_config, accelerator.device)
-    job = Extraction(folder, header, responses, target, captured, config.tokens_per_batch)
-    num_left = len(job.unfinished())
+    target = load(target_config, accelerator.device, mesh=group.mesh)
+    job = Extraction(folder, header, responses, target, captured, config.tokens_per_batch, group)
+    num_left = group.agree(len(job.unfinished()))
     log.info("extract: %d records in %d shards, %d to do", len(responses.records), responses.num_shards, num_left)
     if num_left:
         expected = estimate(responses, header, target, config.tokens_per_batch)
-        expected = expected.scaled(num_left / responses.num_shards, num_processes=accelerator.num_processes)
+        expected = expected.scaled(num_left / responses.num_shards, num_processes=group.num_groups)
         log.info("extract: %s to go", expected)
         check_disk(folder, expected)
     stop = StopRequest()
+    if not group.is_leader:
+        return job.follow()
     with Claims(folder) as claims:
-        share = accelerator.process_index / accelerator.num_processes
-        if not job.run(claims, stop, first=share, show=accelerator.is_main_process):
+        if not job.run(claims, stop, show=accelerator.is_main_process):
             num_left = len(job.unfinished())
             log.info("extract: asked to stop, %d shards left; the same command goes on from there", num_left)
             return
@@ -219,6 +222,7 @@ class Extraction:
     target: Target
     captured: CapturedFeatures
     tokens_per_batch: int
+    group: TargetGroup
     work: Work = field(default_factory=Work)
 
     def unfinished(self) -> list[int]:
@@ -228,20 +232,28 @@ class Extraction:
         info = read_finished(self.folder, self.header, index)
         return info is not None and info.inputs_sha256 == self.responses.inputs_sha256(index)
 
-    def run(self, claims: Claims, stop: StopRequest, *, first: float, show: bool) -> bool:
-        """Make shards until none is left; False where `stop` came first. `first` (0 to 1) is where to begin."""
+    def run(self, claims: Claims, stop: StopRequest, *, show: bool) -> bool:
+        """Make shards until none is left; False where `stop` came first. Each group begins elsewhere."""
         todo = self.unfinished()
-        begin = int(first * len(todo))
+        begin = len(todo) * self.group.index // self.group.num_groups
         todo = todo[begin:] + todo[:begin]
-        with tqdm(total=len(todo), desc="extract", unit="shard", disable=not show or not todo) as progress:
-            while todo and not stop.received:
-                began = time.perf_counter()
-                num_made = self._make_claimable(todo, claims, stop, progress)
-                self.work.seconds += time.perf_counter() - began
-                if num_made == 0:
-                    time.sleep(POLL_SECONDS)  # other processes hold what is left
-                todo = [] if self.is_published() else self.unfinished()
+        try:
+            with tqdm(total=len(todo), desc="extract", unit="shard", disable=not show or not todo) as progress:
+                while todo and not stop.received:
+                    began = time.perf_counter()
+                    num_made = self._make_claimable(todo, claims, stop, progress)
+                    self.work.seconds += time.perf_counter() - began
+                    if num_made == 0:
+                        time.sleep(POLL_SECONDS)  # other processes hold what is left
+                    todo = [] if self.is_published() else self.unfinished()
+        finally:
+            self.group.agree(STOP)
         return not todo
+
+    def follow(self) -> None:
+        """Compute what the leader of the group computes, which alone writes."""
+        for index in self.group.follow():
+            self.compute(self.responses.shard(index))
 
     def publish(self, claims: Claims) -> None:
         """Write the manifest, unless another process does."""
@@ -263,7 +275,9 @@ class Extraction:
         writes: deque[Future[None]] = deque()
         with ThreadPoolExecutor(1, "render") as renderer, ThreadPoolExecutor(1, "write") as writer:
             for index, rendering in self._rendered_ahead(todo, claims, renderer):
-                writes.append(writer.submit(self._write, claims, index, self.compute(rendering.result())))
+                shard = rendering.result()
+                self.group.agree(index)
+                writes.append(writer.submit(self._write, claims, index, self.compute(shard)))
                 while len(writes) > WRITES_BEHIND:
                     writes.popleft().result()
                 num_made += 1

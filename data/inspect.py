@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -12,13 +13,14 @@ from data.codecs import find_codec
 from data.estimate import show_bytes
 from data.extract import ExtractConfig, open_chats
 from data.store import FeatureStore, supervised_rows
+from data.tensor_parallel import TargetGroup
 from models.target import Target, TargetConfig, load_spec, load_target, load_tokenizer, target_identity
 
-Inspection = Callable[[ExtractConfig, TargetConfig, torch.device], str]
+Inspection = Callable[[ExtractConfig, TargetConfig, Accelerator], str]
 NUM_BINS, BAR_WIDTH, NUM_TOP_TOKENS = 16, 48, 20
 
 
-def show_preview(config: ExtractConfig, target: TargetConfig, _device: torch.device) -> str:
+def show_preview(config: ExtractConfig, target: TargetConfig, _accelerator: Accelerator) -> str:
     """The first `config.preview` records with what is supervised, in colour on a terminal."""
     from data.preview import preview
 
@@ -29,11 +31,11 @@ def show_preview(config: ExtractConfig, target: TargetConfig, _device: torch.dev
     return preview(tokenizer, chats, colour=sys.stdout.isatty())
 
 
-def show_stats(config: ExtractConfig, target: TargetConfig, _device: torch.device) -> str:
+def show_stats(config: ExtractConfig, target: TargetConfig, _accelerator: Accelerator) -> str:
     return describe(FeatureStore(Path(config.store)), load_tokenizer(target), load_spec(target).vocab_size)
 
 
-def verify(config: ExtractConfig, target_config: TargetConfig, device: torch.device) -> str:
+def verify(config: ExtractConfig, target_config: TargetConfig, accelerator: Accelerator) -> str:
     """Raises ValueError that names each damaged shard, another target, or states that it does not compute."""
     store = FeatureStore(Path(config.store))
     store.verify()
@@ -42,7 +44,8 @@ def verify(config: ExtractConfig, target_config: TargetConfig, device: torch.dev
     if config.verify_records == 0:
         return text
     store.check_target(target_identity(target_config), store.header.layer_ids)
-    target = load_target(target_config, device, layer_ids=store.header.layer_ids)
+    mesh = TargetGroup(target_config, accelerator).mesh
+    target = load_target(target_config, accelerator.device, layer_ids=store.header.layer_ids, mesh=mesh)
     worst = compare_with_target(store, target, config.verify_records)
     return text + (
         f"{min(config.verify_records, len(store))} chats computed again: features within {worst['features']:.2g}, last "

@@ -141,7 +141,8 @@ def open_responses(source: str) -> Records:
         return open_records(source)
     except ValueError as error:
         missing = Path(source).suffix == ".jsonl" and not Path(source).is_file()
-        raise ValueError(f"responses={source}: {'no such file; run generate.py first' if missing else error}") from error
+        reason = "no such file; run generate.py first" if missing else error
+        raise ValueError(f"responses={source}: {reason}") from error
 
 
 def says_anything(messages: list[Message]) -> bool:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -65,8 +67,8 @@ class Target:
         self.backbone = model.get_decoder()  # type: ignore[operator]
         self.layers: nn.ModuleList = self.backbone.layers
         assert len(self.layers) == spec.num_layers, f"{len(self.layers)} layers found, config says {spec.num_layers}"
-        self.head: Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
-        self.embedding: Tensor = model.get_input_embeddings().weight  # type: ignore[operator]
+        self.head: Tensor = _whole(model.get_output_embeddings().weight)  # type: ignore[operator]
+        self.embedding: Tensor = _whole(model.get_input_embeddings().weight)  # type: ignore[operator]
         config = self.backbone.config.to_dict()  # families without windows have neither key
         window = config.get("sliding_window")
         # Without layer types (Mistral, Phi-3) a window holds in every layer, and the backbone takes one mask for all.
@@ -138,6 +140,11 @@ class Target:
         recent = (slots > positions[..., None] - self.sliding_window)[:, None]
         windowed = visible & recent
         return windowed if self.one_mask else {"full_attention": visible, "sliding_attention": windowed}
+
+
+def _whole(weight: Tensor) -> Tensor:
+    """Gathered where processes share the target: the layers are what does not fit on one device."""
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def pad_rows(rows: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -215,21 +222,48 @@ AttentionInterface.register(ATTENTION, grouped_attention)
 AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
-def load_target(config: TargetConfig, device: torch.device, *, layer_ids: tuple[int, ...] | None = None) -> Target:
-    """Load weights by Hugging Face name or local folder. `layer_ids` overrides the config's.
+def load_target(
+    config: TargetConfig,
+    device: torch.device,
+    *,
+    layer_ids: tuple[int, ...] | None = None,
+    mesh: DeviceMesh | None = None,
+) -> Target:
+    """Load weights by Hugging Face name or local folder. `layer_ids` overrides the config's; the `tp_size` processes of
+    `mesh` share one copy by the plan that transformers has for the model.
 
-    Raises ValueError where the model treats embedding or logits in a way that a drafter would not follow.
+    Raises ValueError where the model treats embedding or logits in a way that a drafter would not follow, and where it
+    cannot be shared.
     """
     spec = load_spec(config)
+    check_sharing(config, spec, mesh)
+    sharing: dict[str, Any] = {} if mesh is None else {"tp_plan": "auto", "device_mesh": mesh}
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
-        config.path, dtype=dtype_of(config.dtype), attn_implementation=ATTENTION
+        config.path, dtype=dtype_of(config.dtype), attn_implementation=ATTENTION, **sharing
     )
+    if mesh is not None and not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError(
+            f"target.tp_size={config.tp_size}: transformers has no tensor-parallel plan for {spec.model_type}; "
+            "use target.tp_size=1"
+        )
     if layer_ids is None:
         layer_ids = feature_layer_ids(config, spec)
     model.to(device)  # pyright: ignore[reportArgumentType] (a decorator hides the method's signature)
     target = Target(model, spec, layer_ids)
     _check_conventions(target, config)
     return target
+
+
+def check_sharing(config: TargetConfig, spec: TargetSpec, mesh: DeviceMesh | None) -> None:
+    if config.tp_size > 1 and mesh is None:
+        raise ValueError(
+            f"target.tp_size={config.tp_size}: only extract.py shares a target between processes; use target.tp_size=1"
+        )
+    if spec.num_heads % config.tp_size or spec.num_kv_heads % config.tp_size:
+        raise ValueError(
+            f"target.tp_size={config.tp_size} does not divide the target's {spec.num_heads} heads and "
+            f"{spec.num_kv_heads} key/value heads"
+        )
 
 
 def _check_conventions(target: Target, config: TargetConfig) -> None:

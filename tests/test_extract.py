@@ -31,7 +31,15 @@ from data.inspect import verify
 from data.responses import ChatOptions, RenderedRecord, Responses, batches_by_length
 from data.run import start_processes
 from data.store import FeatureStore, supervised_rows
-from models.target import Target, TargetConfig, TargetIdentity, TargetOutput
+from models.target import (
+    Target,
+    TargetConfig,
+    TargetIdentity,
+    TargetOutput,
+    check_sharing,
+    load_spec,
+    load_target,
+)
 from tests.conftest import (
     counting_chat,
     extracted,
@@ -103,7 +111,7 @@ Run = Callable[[ExtractConfig], None]
 
 @pytest.fixture
 def run(tiny_target: Target, tiny_target_config: TargetConfig) -> Run:
-    return lambda config: extract(config, tiny_target_config, Accelerator(cpu=True), lambda *_: tiny_target)
+    return lambda config: extract(config, tiny_target_config, Accelerator(cpu=True), lambda *_, **__: tiny_target)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +120,7 @@ def wanted(
 ) -> dict[str, bytes]:
     """Files of the store that an undisturbed run makes."""
     config = config_of(tmp_path_factory.mktemp("undisturbed"))
-    extract(config, tiny_target_config, Accelerator(cpu=True), lambda *_: tiny_target)
+    extract(config, tiny_target_config, Accelerator(cpu=True), lambda *_, **__: tiny_target)
     return files_of(Path(config.store))
 
 
@@ -429,7 +437,7 @@ def test_a_finished_store_is_kept_for_its_own_target_only(
         run(replace(config, feature_dtype="bf16"))
     for changes, word in (({"layer_ids": (0, 3)}, "layer_ids"), ({"thinking": True}, "chats")):
         with pytest.raises(ValueError, match=f"exists with another {word}"):
-            extract(config, replace(tiny_target_config, **changes), Accelerator(cpu=True), lambda *_: tiny_target)
+            extract(config, replace(tiny_target_config, **changes), Accelerator(cpu=True), lambda *_, **__: tiny_target)
     with monkeypatch.context() as patch:
         patch.setattr(extract_module, "target_identity", lambda _config: TargetIdentity("tiny", "0" * 64, "0" * 64))
         with pytest.raises(ValueError, match="exists with another target"):
@@ -479,10 +487,10 @@ def test_a_damaged_shard_is_named_and_only_it_is_made_again(
 ) -> None:
     config = config_of(tmp_path)
     run(config)
-    assert "every checksum is right" in verify(config, tiny_target_config, torch.device("cpu"))
+    assert "every checksum is right" in verify(config, tiny_target_config, Accelerator(cpu=True))
     message = damage(Path(config.store), kind)
     with pytest.raises(ValueError, match=message) as error:
-        verify(config, tiny_target_config, torch.device("cpu"))
+        verify(config, tiny_target_config, Accelerator(cpu=True))
     assert "repair=true" in str(error.value) and "shard-00000" not in str(error.value)
     saved.clear()
     run(replace(config, repair=True))
@@ -544,11 +552,11 @@ def test_verify_notices_states_that_the_target_does_not_compute(
             patch.setattr(Target, "forward_whole", off)
             run(config)
         with pytest.raises(ValueError, match="features deviate from the target's own"):
-            verify(config, tiny_target_config, torch.device("cpu"))
-        verify(replace(config, verify_records=0), tiny_target_config, torch.device("cpu"))
+            verify(config, tiny_target_config, Accelerator(cpu=True))
+        verify(replace(config, verify_records=0), tiny_target_config, Accelerator(cpu=True))
         shutil.rmtree(config.store)
         run(config)
-        assert "4 chats computed again" in verify(config, tiny_target_config, torch.device("cpu"))
+        assert "4 chats computed again" in verify(config, tiny_target_config, Accelerator(cpu=True))
 
 
 def test_the_estimate_is_near_what_is_written(
@@ -637,7 +645,7 @@ def test_two_processes_make_the_bytes_of_one(
     def work() -> None:
         accelerator = start_processes(os.environ)
         (tmp_path / f"rank{accelerator.process_index}").write_text(str(accelerator.num_processes))
-        extract(config, tiny_target_config, accelerator, lambda *_: tiny_target)
+        extract(config, tiny_target_config, accelerator, lambda *_, **__: tiny_target)
 
     debug_launcher(work, num_processes=2)
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["2", "2"]
@@ -677,3 +685,54 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_target_that_two_processes_share_gives_the_features_of_one(
+    run: Run, tmp_path: Path, tiny_target_config: TargetConfig
+) -> None:
+    """Sums over heads and neurons in two parts; the two write one store."""
+    config = config_of(tmp_path)
+    alone = replace(config, store=str(tmp_path / "alone"))
+    run(alone)
+    AcceleratorState._reset_state(reset_partial_state=True)  # the children must not inherit a world of one
+    shared = replace(tiny_target_config, tp_size=2)
+
+    def work() -> None:
+        accelerator = start_processes(os.environ)
+
+        def load(*arguments: Any, **options: Any) -> Target:
+            target = load_target(*arguments, **options)
+            weight = target.layers[0].self_attn.q_proj.weight
+            (tmp_path / f"rank{accelerator.process_index}").write_text(str(tuple(weight.to_local().shape)))
+            return target
+
+        extract(config, shared, accelerator, load)
+
+    debug_launcher(work, num_processes=2)
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["(64, 64)", "(64, 64)"], "halves of 128"
+    one, two = FeatureStore(Path(alone.store)), FeatureStore(Path(config.store))
+    assert one.ids == two.ids and len(one) == NUM_CHATS
+    for ours, theirs in zip(two.read_many(range(NUM_CHATS)), one.read_many(range(NUM_CHATS)), strict=True):
+        assert torch.equal(ours.input_ids, theirs.input_ids) and torch.equal(ours.loss_mask, theirs.loss_mask)
+        torch.testing.assert_close(ours.features, theirs.features, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours.last_hidden, theirs.last_hidden, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "message"),
+    [(2, "the launcher must start a multiple of them, got 1"), (0, r"target\.tp_size=0"), (3, "got 1")],
+)
+def test_processes_that_cannot_share_a_target_are_refused(
+    run: Run, tmp_path: Path, tiny_target_config: TargetConfig, tp_size: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        extract(config_of(tmp_path), replace(tiny_target_config, tp_size=tp_size), Accelerator(cpu=True))
+    assert not (tmp_path / "store").exists()
+
+
+def test_only_extraction_shares_a_target_and_only_by_whole_heads(tiny_target_config: TargetConfig) -> None:
+    with pytest.raises(ValueError, match=r"target\.tp_size=2: only extract\.py shares a target"):
+        load_target(replace(tiny_target_config, tp_size=2), torch.device("cpu"))
+    spec = load_spec(tiny_target_config)
+    with pytest.raises(ValueError, match="tp_size=4 does not divide the target's 4 heads and 2 key/value heads"):
+        check_sharing(replace(tiny_target_config, tp_size=4), spec, object())  # type: ignore[arg-type]

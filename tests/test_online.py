@@ -36,11 +36,11 @@ def sources(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Any:
     """`sources(feature_dtype, last_hidden_dtype)`: the finished store of some chats, and the online twin of it."""
-    monkeypatch.setattr(training_setup, "load_target", lambda *_: tiny_target)
+    monkeypatch.setattr(training_setup, "load_target", lambda *_, **__: tiny_target)
 
     def make(feature_dtype: str, last_hidden_dtype: str, **changes: Any) -> tuple[Any, Any]:
         config = config_of(tmp_path, feature_dtype=feature_dtype, last_hidden_dtype=last_hidden_dtype)
-        extract(config, tiny_target_config, Accelerator(cpu=True), lambda *_: tiny_target)
+        extract(config, tiny_target_config, Accelerator(cpu=True), lambda *_, **__: tiny_target)
         online = OnlineConfig(config.responses, feature_dtype, last_hidden_dtype, tokens_per_batch=60)
         options = train_config(tmp_path, store="online", online=online, chats=chats_config(), **changes)
         twin = open_features(options, tiny_target_config, tiny_tokenizer(), tiny_identity, Accelerator(cpu=True))

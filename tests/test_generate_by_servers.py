@@ -136,9 +136,10 @@ def test_when_all_servers_are_gone_the_run_ends_at_once_and_answers_stay(
     def dying(body: Body, number: int) -> Any:
         if number == 6:
             threading.Thread(target=server.close).start()
+        time.sleep(1.0 if number == 5 else 0.0)
         return echo(body, number) if number < 6 else RESET
 
-    server = serve(dying)
+    server = serve(dying)  # it still answers one request after it has closed its door
     config = numbered_config(tmp_path, server.url, 200, max_attempts=20)
     with pytest.raises(
         ValueError, match=r"6 connections in a row were refused; start the servers and run the same comm"

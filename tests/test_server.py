@@ -254,14 +254,21 @@ def test_servers_that_cannot_be_used_are_one_clear_error(serve: Callable[..., Ch
         Servers(options(server.url, concurrency=0))
 
 
-def test_a_server_that_comes_back_is_used_again(serve: Callable[..., ChatServer]) -> None:
+def test_a_server_that_comes_back_is_used_again_to_the_full(serve: Callable[..., ChatServer]) -> None:
     """A refused connection costs no attempt."""
-    server = serve(echo)
-    with Servers(options(server.url, max_attempts=1)) as servers:
+    server, both_here = serve(echo), threading.Barrier(2, timeout=3)
+
+    def gathering(body: Body, number: int) -> Body:
+        if number > 0:
+            both_here.wait()
+        return echo(body, number)
+
+    body = {"messages": [{"content": "5"}]}
+    with Servers(options(server.url, max_attempts=1)) as servers, ThreadPoolExecutor(2) as threads:
         server.close()
         port = int(server.url.rpartition(":")[2])
-        opening = threading.Timer(0.06, lambda: serve(echo, port=port))
+        opening = threading.Timer(0.06, lambda: serve(gathering, port=port))
         opening.start()
-        reply = servers.ask({"messages": [{"content": "5"}]})
+        assert servers.ask(body).message["content"] == "5 5"
         opening.join()
-    assert reply.message["content"] == "5 5"
+        assert len(list(threads.map(servers.ask, [body] * 2))) == 2

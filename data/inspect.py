@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from data.codecs import find_codec
 from data.estimate import show_bytes
 from data.extract import ExtractConfig, open_chats
+from data.preview import preview
 from data.store import FeatureStore, supervised_rows
 from data.tensor_parallel import TargetGroup
 from models.target import Target, TargetConfig, load_spec, load_target, load_tokenizer, target_identity
@@ -22,8 +23,6 @@ NUM_BINS, BAR_WIDTH, NUM_TOP_TOKENS = 16, 48, 20
 
 def show_preview(config: ExtractConfig, target: TargetConfig, _accelerator: Accelerator) -> str:
     """The first `config.preview` records with what is supervised, in colour on a terminal."""
-    from data.preview import preview
-
     tokenizer = load_tokenizer(target)
     responses = open_chats(config.responses, config.chats, target, tokenizer, records_per_shard=1)
     shown = range(min(config.preview, len(responses.records)))

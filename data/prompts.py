@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from omegaconf import OmegaConf
 
 from data.messages import Message, chat_field, chat_of
-from data.records import open_records
+from data.records import open_records, source_stem
 
 Split = Literal["train", "heldout"]
 
@@ -99,9 +99,8 @@ def read_source(source: str, domain: str | None = None, *, split: Split = "train
         if all(message["role"] != "user" for message in chat.messages):
             raise ValueError(f"{where}: the chat has no user turn, so there is nothing to answer")
         own_split = _split_field(record, where)
-        place = where.removeprefix(source).strip(":[]")
         prompt = Prompt(
-            id=_text_field(record, "id", where) or f"{stem}-{place}",
+            id=records.id_of(index),
             domain=_text_field(record, "domain", where) or domain or stem,
             split=own_split or split,
             messages=chat.messages,
@@ -110,12 +109,6 @@ def read_source(source: str, domain: str | None = None, *, split: Split = "train
         group = _text_field(record, "group", where) or _text_field(record, "template", where)
         found.append(SourcePrompt(prompt, where, own_split, group, chat_field(record) == "turns"))
     return found
-
-
-def source_stem(source: str) -> str:
-    """Names a source in ids and domains: a file without folder and suffix, a hub data set without owner."""
-    path = Path(source)
-    return path.stem if path.is_file() else path.name.replace(":", "-")
 
 
 def check_ids(sources: Sequence[Sequence[SourcePrompt]]) -> None:

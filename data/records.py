@@ -45,9 +45,25 @@ class Records(Sequence[dict[str, Any]]):
         """How to name a record in an error: `<source>:<line>` (from 1) in a JSONL, else `<source>[<index>]`."""
         return f"{self.source}[{index}]"
 
+    def id_of(self, index: int) -> str:
+        """The record's own `id`, a text or a number, else `<stem>-<line or index>`.
+
+        Raises ValueError for an id of another kind.
+        """
+        own = self[index].get("id", "")
+        if not isinstance(own, str | int):
+            raise ValueError(f"{self.where(index)}: id must be a text or a number, got {own!r}")
+        return str(own) or f"{source_stem(self.source)}-{self.where(index).removeprefix(self.source).strip(':[]')}"
+
     @abstractmethod
     def fingerprint(self) -> str:
         """A sha256 that changes whenever the content does."""
+
+
+def source_stem(source: str) -> str:
+    """Names a source in ids and domains: a file without folder and suffix, a hub data set without owner."""
+    path = Path(source)
+    return path.stem if path.is_file() else path.name.replace(":", "-")
 
 
 def open_records(source: str) -> Records:

@@ -100,7 +100,7 @@ class Responses:
             )
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-        id, rendered = self._id(index), []
+        id, rendered = self.records.id_of(index), []
         for place, chat in enumerate(chats):
             chat = trim(chat, self.options.max_length)
             if len(chat.input_ids) > self.context:
@@ -122,9 +122,6 @@ class Responses:
         first = shard * self.records_per_shard
         return range(first, min(first + self.records_per_shard, len(self.records)))
 
-    def _id(self, index: int) -> str:
-        return str(self.records[index].get("id", f"{Path(self.source).stem}-{index + 1}"))
-
     def _check(self) -> None:
         for index in range(len(self.records)):
             where = self.records.where(index)
@@ -132,7 +129,7 @@ class Responses:
             if not any(message["role"] == "assistant" for message in messages):
                 roles = [message["role"] for message in messages]
                 raise ValueError(f"{where}: nothing to learn without an assistant turn, got roles {roles}")
-        check_unique([self._id(index) for index in range(len(self.records))], f"responses={self.source}")
+        check_unique([self.records.id_of(index) for index in range(len(self.records))], f"responses={self.source}")
 
 
 def open_responses(source: str) -> Records:

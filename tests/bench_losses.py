@@ -1,5 +1,7 @@
 """Training steps at a vocabulary of 151,936 against dense logits and against bare matrix products: `make bench`.
 
+One row more is of extraction (tests/bench_extract.py).
+
 dense: the same drafter and batch, but one plain autograd pass over the logits of every slot (EAGLE-3: every position),
 as the reference computes them, without metrics. floor: only the products that no way around exists for, forward and
 backward, of the supervised rows (target's head for draft and teacher, Markov head).
@@ -24,6 +26,7 @@ from models.eagle3 import Eagle3, Eagle3Config
 from models.losses import LossWeights
 from models.spec import TargetSpec
 from models.vocab_loss import vocab_loss
+from tests import bench_extract
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_TOKENS, NUM_DRAFTS, ROUNDS = 151_936, 256, 512, 7, 5
 SPEC = TargetSpec(
@@ -268,7 +271,9 @@ def memory_row(name: str, work: Callable[[], Any]) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(2)
+    extraction, lengths = bench_extract.measure()
     results = [
+        extraction,
         measure("dspark", dspark(), dense_dspark, floor_dspark),
         more_rows("dspark, 4x rows", dspark(num_rows=4)),
         measure("eagle3", eagle(), dense_eagle, floor_eagle),
@@ -276,6 +281,7 @@ def main() -> None:
         loss_alone("loss, 448 rows", 448),
         loss_alone("loss, 1792 rows", 4 * 448),
     ]
+    print("\n".join(lengths))  # noqa: T201
     path = Path(__file__).parents[1] / "outputs" / "bench.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(results, indent=2) + "\n")

@@ -9,7 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from data.messages import normalise_messages, prompt_part
-from data.prompts import TEMPLATES, Prompt, builtin_prompts, check_ids, read_prompts, read_source, source_stem
+from data.prompts import TEMPLATES, Prompt, builtin_prompts, check_ids, read_prompts, read_source
+from data.records import source_stem
 
 
 def text_of(prompt: Prompt) -> str:

@@ -157,6 +157,37 @@ def test_a_second_run_keeps_finished_work(script: Script, prompts_file: Path, fi
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
+def test_a_store_is_looked_at_before_and_after(script: Script, finished_run: Path, tmp_path: Path) -> None:
+    out = [f"output_dir={tmp_path}", f"responses={finished_run / 'responses.jsonl'}"]
+    shown = script("extract", *out, "preview=2")
+    assert "record 1:" in shown and "⟦" in shown and "tokens supervised" in shown
+    assert not (tmp_path / "store").exists()
+    script("extract", *out, "feature_dtype=fp8", "last_hidden_dtype=fp8")
+    checked = script("extract", *out, "verify=true", "verify_records=3")
+    assert "every checksum is right" in checked and "3 chats computed again" in checked
+    stats = script("extract", *out, "stats=true")
+    for part in ("types        features fp8, last hidden fp8", "supervised (", "top tokens   '<end>'", "█", "a token"):
+        assert part in stats, part
+
+
+def test_a_drafter_trains_and_is_measured_on_rounded_features(
+    script: Script, prompts_file: Path, finished_run: Path, tmp_path: Path
+) -> None:
+    small = ["num_steps=30", "batch_size=8", "micro_batch_size=8", "optim.learning_rate=5e-3", *TINY_MODEL]
+    online = [f"online.responses={finished_run / 'responses.jsonl'}", "online.feature_dtype=fp8"]
+    script("train", f"output_dir={tmp_path}", "store=online", *online, *small)
+    evaluate = [f"tasks=[{prompts_file}]", "num_prompts=12", "max_new_tokens=16", "batch_size=12", "baselines=[]"]
+    lengths = {}
+    for dtype in ("null", "fp8", "nf4"):
+        out = tmp_path / dtype
+        script("eval", *evaluate, f"output_dir={out}", f"draft={tmp_path / 'checkpoints'}", f"feature_dtype={dtype}")
+        report = json.loads((out / "eval" / "report.json").read_text())
+        assert report["outputs_identical_to_vanilla"] and report["feature_dtype"] in (dtype, "float32")
+        lengths[dtype] = report["acceptance_length"]
+    assert lengths["null"] > 1.2
+    assert abs(lengths["fp8"] / lengths["null"] - 1) < 0.05
+
+
 def test_a_wrong_type_names_the_key(fails: Callable[..., str]) -> None:
     assert "batch_size" in fails("generate", "batch_size=many")
 

@@ -90,6 +90,7 @@ class _Server:
     num_in_flight: int = 0
     num_refused: int = 0  # connections in a row
     down_until: float = 0.0
+    is_probed: bool = False  # a request is finding out whether it is back
 
 
 def server_urls(server: str | Sequence[str]) -> list[str]:
@@ -216,17 +217,18 @@ class Servers:
                 if free:
                     server = min(free, key=lambda server: (server is avoided, server.num_in_flight))
                     server.num_in_flight += 1
+                    server.is_probed = server.num_refused > 0
                     return server
                 waits = [server.down_until - now for server in self._servers if server.down_until > now]
                 self._changed.wait(min(waits, default=None))
 
     def _has_slot(self, server: _Server) -> bool:
-        # Only one request at a time finds out whether a server is back.
-        return server.num_in_flight < (1 if server.num_refused else self.options.concurrency)
+        return server.num_in_flight < self.options.concurrency and not (server.num_refused and server.is_probed)
 
     def _give_back(self, server: _Server) -> None:
         with self._changed:
             server.num_in_flight -= 1
+            server.is_probed = False
             self._changed.notify()
 
     def _post(self, server: _Server, content: bytes) -> Reply | None:

@@ -27,12 +27,17 @@ class ChatServer:
         self.bodies: list[Body] = []
         self.most_at_once, self._at_once, self._lock = 0, 0, threading.Lock()
         self.released = threading.Event()
+        self.idle: set[socket.socket] = set()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
             timeout = 5
             disable_nagle_algorithm = True  # a header and its body would wait for each other
+
+            def setup(self) -> None:
+                super().setup()
+                outer.idle.add(self.connection)
 
             def do_GET(self) -> None:
                 found = {"data": [{"id": model} for model in models]}
@@ -41,7 +46,7 @@ class ChatServer:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 assert self.path == "/v1/chat/completions"
-                with outer._counted(body) as number:
+                with outer._counted(body, self.connection) as number:
                     result = respond(body, number)
                     if result == HANG:
                         outer.released.wait(5)
@@ -75,8 +80,9 @@ class ChatServer:
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     @contextmanager
-    def _counted(self, body: Body) -> Iterator[int]:
+    def _counted(self, body: Body, connection: socket.socket) -> Iterator[int]:
         with self._lock:
+            self.idle.discard(connection)
             number = len(self.bodies)
             self.bodies.append(body)
             self._at_once += 1
@@ -86,11 +92,16 @@ class ChatServer:
         finally:
             with self._lock:
                 self._at_once -= 1
+                self.idle.add(connection)
 
     def close(self) -> None:
+        """No more connections, as when a process ends; but what it is asked already is still answered."""
         self.released.set()
         self._server.shutdown()
         self._server.server_close()
+        for connection in list(self.idle):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def started_servers() -> Iterator[Callable[..., ChatServer]]:

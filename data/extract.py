@@ -265,6 +265,7 @@ class Extraction:
                     publish(self.folder, self.header, infos, self.responses.records.fingerprint())
             else:
                 time.sleep(POLL_SECONDS)
+        remove_working_files(self.folder)  # what was opened after another process had removed it
 
     def is_published(self) -> bool:
         return (self.folder / MANIFEST).is_file()

@@ -29,7 +29,7 @@ from data.store import (
     shard_index,
     supervised_rows,
 )
-from models.files import read_json, sha256_file, sha256_text, write_atomic, write_json
+from models.files import sha256_file, sha256_text, write_atomic, write_json
 
 CLAIMS = ".claims"
 
@@ -140,9 +140,10 @@ def read_finished(folder: Path, header: StoreHeader, index: int) -> ShardInfo | 
     """The shard where it is finished, else None. Raises ValueError when it belongs to another header."""
     path = folder / shard_file(index)
     sidecar = path.with_suffix(".json")
-    if not sidecar.is_file():
+    try:
+        content = json.loads(sidecar.read_text(encoding="utf-8"))
+    except FileNotFoundError:  # also where another process has just published the store
         return None
-    content = read_json(sidecar)
     if content["header_sha256"] != _header_sha256(header):
         reason = "belongs to another extraction (other target, layers, types, chat template or chats options)"
         raise ValueError(f"{sidecar} {reason}: remove {folder} or choose another name")
@@ -203,7 +204,7 @@ def remove_working_files(folder: Path) -> None:
 
 def remove_leftovers(folder: Path, num_shards: int) -> None:
     """Remove what interrupted runs left: unfinished files, and shards of responses that are no longer there."""
-    for path in folder.glob(".*.tmp"):
+    for path in (*folder.glob(".*.tmp"), *folder.glob(".tmp*")):  # ours, and those of safetensors
         path.unlink()
     for path in folder.glob("shard-*.*"):
         if shard_index(path) >= num_shards:

@@ -12,7 +12,8 @@ from eval.report import model_card, render, write_summary
 from models.checkpoint import check_target, load_drafter, resolve_folder
 from models.config import register, to_dataclass
 from models.export import ExportConfig, export_drafter
-from models.target import dtype_of, load_frozen, load_spec, load_tokenizer, target_identity
+from models.target import dtype_of, load_spec, load_tokenizer, target_identity
+from models.target_files import load_frozen
 
 register("export_schema", ExportConfig)
 

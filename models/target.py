@@ -5,11 +5,11 @@ outputs, never by position in `hidden_states`, whose last entry is normed while 
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -347,70 +347,6 @@ def target_identity(config: TargetConfig) -> TargetIdentity:
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     weights = sha256_text("\n".join(sha256_file(path) for path in files)) if files else ""
     return TargetIdentity(config.name, sha256_text(stable), weights)
-
-
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-
-
-class StoredTensor(NamedTuple):
-    """A tensor in a checkpoint file, not read yet."""
-
-    path: Path
-    name: str
-
-    def read(self) -> Tensor:
-        from safetensors import safe_open
-
-        with safe_open(self.path, framework="pt") as file:
-            return file.get_tensor(self.name)
-
-
-def load_frozen(config: TargetConfig, spec: TargetSpec) -> tuple[Tensor, Tensor]:
-    """Embedding and head [V, D] read straight from the checkpoint files, without building the target."""
-    stored, dtype = _stored_tensors(config), dtype_of(config.dtype)
-    embedding = stored[_only_name(config, stored, EMBEDDING)].read().to(dtype)
-    return embedding, embedding if spec.tie_embeddings else stored[_only_name(config, stored, HEAD)].read().to(dtype)
-
-
-def decoder_tensors(config: TargetConfig) -> dict[str, StoredTensor]:
-    """What lies beside the embedding, by names from there on (`layers.0.mlp.up_proj.weight`, `norm.weight`).
-
-    Other towers of a multimodal checkpoint have tensors of the same names, under another root.
-    """
-    stored = _stored_tensors(config)
-    root = _only_name(config, stored, EMBEDDING).removesuffix(EMBEDDING)
-    return {name.removeprefix(root): tensor for name, tensor in stored.items() if name.startswith(root)}
-
-
-def _stored_tensors(config: TargetConfig) -> dict[str, StoredTensor]:
-    from safetensors import safe_open
-
-    stored = {}
-    for path in weight_files(config):
-        with safe_open(path, framework="pt") as file:
-            stored |= {name: StoredTensor(path, name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    return stored
-
-
-def _only_name(config: TargetConfig, names: Iterable[str], suffix: str) -> str:
-    # Layers that predict further tokens keep copies of the embedding.
-    found = [name for name in names if f".{name}".endswith(f".{suffix}") and "layers." not in name]
-    if len(found) != 1:
-        raise ValueError(f"target.path={config.path}: need one tensor named *{suffix} in its files, found {found}")
-    return found[0]
-
-
-def weight_files(config: TargetConfig) -> list[Path]:
-    """The target's safetensors files, downloaded first where the path is a Hugging Face name."""
-    folder = Path(config.path)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(config.path, allow_patterns=["*.safetensors", "*.json"]))
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"target.path={config.path}: no *.safetensors file in {folder}")
-    return files
 
 
 def _check_folder(config: TargetConfig) -> None:

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import nn
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from data.chat import render_chats
@@ -39,6 +40,7 @@ from models.files import write_json
 from models.losses import LossWeights
 from models.target import Target, TargetConfig, TargetIdentity, load_target, target_identity
 
+tqdm.monitor_interval = 0  # its thread may hold a lock when a test forks, for the child to wait for
 torch.set_num_threads(1)  # reductions in one order, and room for a second process
 
 NUM_WORDS = 50  # the tiny language counts modulo 50

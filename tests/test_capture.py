@@ -107,9 +107,7 @@ def test_only_captures_that_round_like_the_target_itself_are_taken(
     target_dtype: str,
     taken: set[str],
 ) -> None:
-    store = tiny_header(
-        tiny_target, tiny_identity, feature_dtype=feature_dtype, last_hidden_dtype=last_hidden_dtype
-    )
+    store = tiny_header(tiny_target, tiny_identity, feature_dtype=feature_dtype, last_hidden_dtype=last_hidden_dtype)
     assert {header.feature_dtype for header in exact_headers(tiny_identity, store, target_dtype)} == taken
 
 

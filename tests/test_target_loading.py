@@ -36,11 +36,11 @@ from models.target import (
     choose_mask_token,
     dtype_of,
     feature_layer_ids,
-    load_frozen,
     load_spec,
     load_target,
     target_identity,
 )
+from models.target_files import load_frozen
 from tests.conftest import tiny_tokenizer
 from tests.tiny_families import FAMILIES, SIZES, build, check_close, random_ids
 

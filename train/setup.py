@@ -16,12 +16,11 @@ from models.target import (
     TargetConfig,
     TargetIdentity,
     choose_mask_token,
-    decoder_tensors,
     feature_layer_ids,
-    load_frozen,
     load_spec,
     load_target,
 )
+from models.target_files import decoder_tensors, load_frozen
 from train.config import ONLINE, TrainConfig
 
 log = logging.getLogger(__name__)

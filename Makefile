@@ -6,13 +6,16 @@ BIN := $(VENV)/bin
 PROMPTS_DIR ?= $(wildcard ../shared/prompts)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo drafters test test-slow test-engines bench check format
+.PHONY: help demo codecs drafters test test-slow test-engines bench check format
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/installed  ## the whole path on a real target: answers, features, training, measuring, export
 	@PROMPTS_DIR="$(PROMPTS_DIR)" launch/demo.sh
+
+codecs: $(VENV)/installed  ## what smaller stores cost: the demo's drafter on three roundings, three seeds, one table
+	@launch/codecs.sh
 
 drafters: $(VENV)/installed  ## the demo's three drafters side by side: equal data, equal steps, one table
 	@launch/drafters.sh
@@ -26,7 +29,7 @@ test-slow: $(VENV)/installed  ## kill loops, launcher matrix, statistics in full
 test-engines: $(VENV)/engines  ## exported drafters served by llama.cpp against our own runtime
 	$(BIN)/pytest -m "engine and not gpu"
 
-bench: $(VENV)/installed  ## training steps at a vocabulary of 151,936 against dense logits; writes outputs/bench.json
+bench: $(VENV)/installed  ## training steps at a vocabulary of 151,936, and extraction; writes outputs/bench.json
 	$(BIN)/python -m tests.bench_losses
 
 check: $(VENV)/installed  ## lint, format and types

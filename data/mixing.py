@@ -13,8 +13,6 @@ from math import lcm
 from pathlib import Path
 from typing import NamedTuple
 
-from omegaconf import MISSING
-
 from data.conversation import Regenerate, questions
 from data.prompts import Prompt, SourcePrompt, Split, check_ids
 from models.files import write_text
@@ -26,13 +24,13 @@ log = logging.getLogger(__name__)
 class MixOptions:
     """How sources become one list of prompts; conf/generate.yaml holds the values."""
 
-    regenerate: Regenerate = MISSING
-    weights: list[float] | None = MISSING
-    mix_seed: int = MISSING
-    num_prompts: int | None = MISSING
-    min_prompt_tokens: int = MISSING
-    max_prompt_tokens: int | None = MISSING
-    heldout: float = MISSING
+    regenerate: Regenerate
+    weights: list[float] | None
+    mix_seed: int
+    num_prompts: int | None
+    min_prompt_tokens: int
+    max_prompt_tokens: int | None
+    heldout: float
 
 
 class Mixture(NamedTuple):

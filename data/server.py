@@ -19,7 +19,6 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import httpx
-from omegaconf import MISSING
 
 from data.messages import Message, normalise_messages
 from data.run import StopRequest
@@ -48,11 +47,11 @@ PASSING_FINISH_REASONS = ("abort", "error")
 class ServerOptions:
     """Which servers answer and how they are asked; conf/generate.yaml holds the values."""
 
-    server: Any = MISSING
-    server_model: str | None = MISSING
-    concurrency: int = MISSING
-    request_timeout: float = MISSING
-    max_attempts: int = MISSING
+    server: Any
+    server_model: str | None
+    concurrency: int
+    request_timeout: float
+    max_attempts: int
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,16 +18,16 @@ from data.capture import (
 )
 from data.chat import RenderedChat
 from data.extract import extract_records
-from data.generate import GenerateConfig, answer_batch
+from data.generate import answer_batch
 from data.responses import RenderedRecord
 from models.sampling import SamplingConfig
 from models.target import Target, TargetIdentity
 from tests.conftest import tiny_header
 
 
-def settings(temperature: float = 0.0) -> GenerateConfig:
-    sampling = SamplingConfig(temperature, 0, 1.0, 0.0, 0)
-    return GenerateConfig("", "", "", {}, None, None, sampling, 17, 8, None, "")  # type: ignore[arg-type]
+def settings(temperature: float = 0.0) -> Any:
+    """What `answer_batch` reads of a GenerateConfig."""
+    return SimpleNamespace(sampling=SamplingConfig(temperature, 0, 1.0, 0.0, 0), max_new_tokens=17)
 
 
 @pytest.fixture

@@ -94,3 +94,13 @@ def test_four_bit_codes_are_the_nearest_levels() -> None:
 def test_an_unknown_codec_is_named_with_the_choices() -> None:
     with pytest.raises(ValueError, match="feature_dtype=int3 is unknown; choose one of float32, bf16, fp8, nf4"):
         find_codec("int3", "feature_dtype")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CODECS)
+def test_rounding_on_a_gpu_is_that_of_the_cpu(name: str) -> None:
+    values = hidden_states()
+    here, there = stored(values, name), encode("x", values.cuda(), CODECS[name], D)
+    for key, tensor in here.items():
+        assert torch.equal(tensor.view(torch.uint8), there[key].view(torch.uint8)), key
+    assert torch.equal(round_trip(values.cuda(), CODECS[name], D).cpu(), round_trip(values, CODECS[name], D))

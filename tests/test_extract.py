@@ -740,3 +740,19 @@ def test_only_extraction_shares_a_target_and_only_by_whole_heads(tiny_target_con
     spec = load_spec(tiny_target_config)
     with pytest.raises(ValueError, match="tp_size=4 does not divide the target's 4 heads and 2 key/value heads"):
         check_sharing(replace(tiny_target_config, tp_size=4), spec, object())  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+def test_extraction_on_a_gpu_gives_the_features_of_the_cpu(
+    run: Run, tmp_path: Path, tiny_target_config: TargetConfig
+) -> None:
+    """TensorFloat-32 is off by default; sums are taken in another order."""
+    config = config_of(tmp_path)
+    run(config)
+    there = replace(config, store=str(tmp_path / "gpu"))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    extract(there, tiny_target_config, Accelerator())
+    stores = [FeatureStore(Path(folder)).read_many(range(NUM_CHATS)) for folder in (config.store, there.store)]
+    for ours, theirs in zip(*stores, strict=True):
+        torch.testing.assert_close(theirs.features, ours.features, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(theirs.last_hidden, ours.last_hidden, rtol=1e-3, atol=1e-3)

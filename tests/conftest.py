@@ -7,6 +7,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read at import: a test that reaches for th
 
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -40,7 +41,9 @@ from models.files import write_json
 from models.losses import LossWeights
 from models.target import Target, TargetConfig, TargetIdentity, load_target, target_identity
 
-tqdm.monitor_interval = 0  # its thread may hold a lock when a test forks, for the child to wait for
+# Progress bars share a lock with forked children, and one that is killed while it holds it would stop all others.
+tqdm.set_lock(threading.RLock())
+tqdm.monitor_interval = 0  # nor may a thread hold it when a test forks
 torch.set_num_threads(1)  # reductions in one order, and room for a second process
 
 NUM_WORDS = 50  # the tiny language counts modulo 50

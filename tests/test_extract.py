@@ -110,7 +110,8 @@ Run = Callable[[ExtractConfig], None]
 
 
 @pytest.fixture
-def run(tiny_target: Target, tiny_target_config: TargetConfig) -> Run:
+def run(tiny_target: Target, tiny_target_config: TargetConfig, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(extract_module, "POLL_SECONDS", 0.02)
     return lambda config: extract(config, tiny_target_config, Accelerator(cpu=True), lambda *_, **__: tiny_target)
 
 

@@ -100,7 +100,7 @@ def read_source(source: str, domain: str | None = None, *, split: Split = "train
             raise ValueError(f"{where}: the chat has no user turn, so there is nothing to answer")
         own_split = _split_field(record, where)
         prompt = Prompt(
-            id=records.id_of(index),
+            id=records.id_of(index, record),
             domain=_text_field(record, "domain", where) or domain or stem,
             split=own_split or split,
             messages=chat.messages,

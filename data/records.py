@@ -45,12 +45,12 @@ class Records(Sequence[dict[str, Any]]):
         """How to name a record in an error: `<source>:<line>` (from 1) in a JSONL, else `<source>[<index>]`."""
         return f"{self.source}[{index}]"
 
-    def id_of(self, index: int) -> str:
-        """The record's own `id`, a text or a number, else `<stem>-<line or index>`.
+    def id_of(self, index: int, record: dict[str, Any]) -> str:
+        """The own `id` of the record at `index`, a text or a number, else `<stem>-<line or index>`.
 
         Raises ValueError for an id of another kind.
         """
-        own = self[index].get("id", "")
+        own = record.get("id", "")
         if not isinstance(own, str | int):
             raise ValueError(f"{self.where(index)}: id must be a text or a number, got {own!r}")
         return str(own) or f"{source_stem(self.source)}-{self.where(index).removeprefix(self.source).strip(':[]')}"

@@ -100,7 +100,7 @@ class Responses:
             )
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-        id, rendered = self.records.id_of(index), []
+        id, rendered = self.records.id_of(index, record), []
         for place, chat in enumerate(chats):
             chat = trim(chat, self.options.max_length)
             if len(chat.input_ids) > self.context:
@@ -123,13 +123,15 @@ class Responses:
         return range(first, min(first + self.records_per_shard, len(self.records)))
 
     def _check(self) -> None:
-        for index in range(len(self.records)):
+        ids = []
+        for index, record in enumerate(self.records):
             where = self.records.where(index)
-            messages = chat_of(self.records[index], where).messages
+            messages = chat_of(record, where).messages
             if not any(message["role"] == "assistant" for message in messages):
                 roles = [message["role"] for message in messages]
                 raise ValueError(f"{where}: nothing to learn without an assistant turn, got roles {roles}")
-        check_unique([self.records.id_of(index) for index in range(len(self.records))], f"responses={self.source}")
+            ids.append(self.records.id_of(index, record))
+        check_unique(ids, f"responses={self.source}")
 
 
 def open_responses(source: str) -> Records:

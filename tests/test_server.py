@@ -148,12 +148,10 @@ def test_retry_after_is_waited_for(serve: Callable[..., ChatServer]) -> None:
     assert 1.0 <= time.monotonic() - began < 4
 
 
-@pytest.mark.parametrize(
-    ("value", "seconds"),
-    [("7", 7.0), (formatdate(time.time() + 3600, usegmt=True), 3600.0), (formatdate(0, usegmt=True), 0.0)],
-)
-def test_retry_after_is_read_as_seconds_or_a_date(value: str, seconds: float) -> None:
-    assert retry_after(httpx.Response(429, headers={"Retry-After": value})) == pytest.approx(seconds, abs=30)
+def test_retry_after_is_read_as_seconds_or_a_date() -> None:
+    in_an_hour = formatdate(time.time() + 3600, usegmt=True)
+    for value, seconds in (("7", 7.0), (in_an_hour, 3600.0), (formatdate(0, usegmt=True), 0.0)):
+        assert retry_after(httpx.Response(429, headers={"Retry-After": value})) == pytest.approx(seconds, abs=30)
 
 
 @pytest.mark.parametrize("value", ["", "soon", "inf", "-1"])

@@ -112,7 +112,7 @@ def _nonzero(scale: Tensor) -> Tensor:
 
 
 CODECS: dict[str, Codec] = {
-    "float32": Plain(torch.float32, tolerance=1e-4),  # what another batch or device may change
+    "float32": Plain(torch.float32, tolerance=0.0),
     "bf16": Plain(torch.bfloat16, tolerance=2**-8),
     "fp8": Fp8(),
     "nf4": Nf4(),

@@ -73,8 +73,8 @@ def compare_with_target(store: FeatureStore, target: Target, num_records: int) -
         ):
             worst[name] = max(worst[name], deviation(found, own, header.hidden_size))
     for name, dtype in (("features", header.feature_dtype), ("last_hidden", header.last_hidden_dtype)):
-        # A target in 16 bits computes other sums in another batch or on another device.
-        allowed = find_codec(dtype, name).tolerance + (0 if target.head.dtype == torch.float32 else 0.05)
+        # Sums are taken in another order in another batch or on another device.
+        allowed = find_codec(dtype, name).tolerance + (1e-4 if target.head.dtype == torch.float32 else 0.05)
         if worst[name] > allowed:
             raise ValueError(
                 f"store={store.name}: {name} deviate from the target's own by {worst[name]:.2g} of a vector's largest "

@@ -89,7 +89,8 @@ def deviation(found: Tensor, own: Tensor, hidden_size: int) -> float:
     found, own = (x.float().unflatten(-1, (-1, hidden_size)) for x in (found, own))
     if not own.numel():
         return 0.0
-    return float(((found - own).abs().amax(-1) / own.abs().amax(-1).clamp(min=1e-20)).max())
+    error = (found - own).abs().amax(-1) / own.abs().amax(-1).clamp(min=1e-20)
+    return float(error.nan_to_num(nan=float("inf")).max())
 
 
 def describe(store: FeatureStore, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> str:

@@ -107,8 +107,8 @@ def render_chats(
 
     `finish_reason="length"` says that the last answer was cut: its ids end with its content, as no end of turn was
     generated. An empty answer is allowed unless it was cut; its one supervised token is the end of turn. An answer
-    stands as the template renders it (stripped, with its tool calls and reasoning), but as given where the template
-    would put more than a plain answer after the generation prompt (an empty thinking block, say).
+    stands as the template renders it (stripped, with its tool calls and reasoning), but without what the template puts
+    there that the message does not say (an empty thinking block, say).
     The first token of a record is never supervised: nothing predicts it.
 
     Raises ValueError for a chat without an assistant turn, for a template whose turns cannot be told apart, and where
@@ -157,6 +157,10 @@ class _Template:
         if "tool_calls" in message or "reasoning_content" in message:
             if answer is None and "tool_calls" in message and rendered.startswith(prompt):
                 answer, closing = self._before_last_end(rendered[len(prompt) :])
+            inserted = self._inserted(chat, prompt) if answer is not None else ""
+            if answer is not None and inserted and answer.startswith(inserted):
+                answer, rendered = answer[len(inserted) :], prompt + rendered[len(prompt) + len(inserted) :]
+                marks = marks and [(start - len(inserted), stop - len(inserted)) for start, stop in marks]
             self._check_shown(message, answer, len(chat) - 1)
         elif answer is None or answer.strip() != message["content"].strip():
             answer, marks = message["content"], None
@@ -208,6 +212,17 @@ class _Template:
                 f" {len(parts) - 1} times, expected once; give the tokenizer another chat_template"
             )
         return parts[0], parts[1]
+
+    def _inserted(self, chat: list[Message], prompt: str) -> str:
+        """What the template puts between the prompt and the last answer of `chat` though the message does not say it.
+
+        An empty thinking block, say. It shows before a plain answer too; white space counts as the target's.
+        """
+        message = chat[-1]
+        before, _ = self._around(chat, {"role": "assistant", "content": PROBE})
+        inserted = before.removeprefix(prompt) if before.startswith(prompt) else ""
+        is_said = "reasoning_content" in message or message["content"].lstrip().startswith(inserted.strip())
+        return "" if is_said else inserted
 
     def _before_last_end(self, text: str) -> tuple[str, str]:
         """The parts of `text` before and from its last end-of-turn token: turns with tool calls may close otherwise."""

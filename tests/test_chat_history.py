@@ -130,6 +130,34 @@ def test_tool_calls_are_answers_and_tool_results_are_prompt() -> None:
     assert ends_with_call == [f"{head}{HI}[<think>\nhm\n</think>\n\n{request}<|im_end|>]\n"]
 
 
+def test_thinking_block_that_the_template_adds_before_tool_calls_is_not_learnt() -> None:
+    """Neither where the call ends the chat nor in history, which shows no such block; a block that was written is."""
+    request = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+    asked = [user("hi"), assistant("a", tool_calls=[call("add")])]
+    assert render(QWEN3, asked) == [f"{HI}[a\n{request}<|im_end|>]\n"]
+    assert render(QWEN3, [user("hi"), assistant("", tool_calls=[call("add")])]) == [f"{HI}[{request}<|im_end|>]\n"]
+    whole = [*asked, tool("2"), assistant("ok")]
+    assert render(QWEN3, whole) == [
+        f"{HI}[a\n{request}<|im_end|>]\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n[ok<|im_end|>]\n"
+    ]
+    for written in (assistant(f"{BLOCK}a", tool_calls=[call("add")]), assistant("a", reasoning_content="hm")):
+        [text] = render(QWEN3, [user("hi"), written])
+        assert text.startswith(f"{HI}[<think>\n")
+
+
+def test_markers_fit_tool_calls_whose_added_thinking_block_is_left_out() -> None:
+    template = (
+        "{% for message in messages %}{% if message.role == 'user' %}{{ '<|user|>' + message.content }}{% else %}"
+        "{{ '<|assistant|><think></think>' }}{% generation %}{{ message.content }}{% endgeneration %}"
+        "{% for call in message.tool_calls or [] %}{{ '<tool_call>' }}{% generation %}{{ call.function.name }}"
+        "{% endgeneration %}{% endfor %}{% generation %}{{ '<|eot|>' }}{% endgeneration %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    texts = render(template, [user("hi"), assistant("ok", tool_calls=[call("add")])])
+    assert texts == ["<|user|>hi<|assistant|>[ok]<tool_call>[add<|eot|>]"]
+
+
 def test_tool_call_that_closes_its_turn_otherwise_ends_with_its_last_end_token() -> None:
     other_end = QWEN3.replace("{{- '<|im_end|>\n' }}", "{{- '<|eot|>' if message.tool_calls else '<|im_end|>' }}")
     [text] = render(other_end, [user("hi"), assistant("a", tool_calls=[call("add")])], thinking=False)

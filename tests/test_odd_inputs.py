@@ -95,7 +95,7 @@ PAIR_TEXT = "U:hi#A:[ok#]"
 LONG = messages(user("hi"), assistant("no"), user("q"), assistant("on"))
 FAMILY = "👩‍👩‍👧"
 HI = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-ADD = '<think>\n\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 FILES = [
     Odd("empty file", b"", error="is empty: expected one JSON object a line"),

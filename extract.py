@@ -8,7 +8,7 @@ import hydra
 from omegaconf import DictConfig
 
 from data.extract import ExtractConfig, extract
-from data.inspect import INSPECTIONS
+from data.inspect import inspect
 from data.run import prepare_target, stage, start_processes, user_errors, write_provenance
 from models.config import register, to_dataclass
 
@@ -22,12 +22,10 @@ def main(node: DictConfig) -> None:
         accelerator = start_processes(os.environ)
         folder = Path(config.output_dir)
         target = prepare_target(node.target, folder, accelerator)
-        for option, inspect in INSPECTIONS.items():
-            if getattr(config, option):
-                text = inspect(config, target, accelerator)
-                if accelerator.is_main_process:
-                    sys.stdout.write(text)
-                return
+        if (text := inspect(config, target, accelerator)) is not None:
+            if accelerator.is_main_process:
+                sys.stdout.write(text)
+            return
         with stage(folder, "extract", is_main=accelerator.is_main_process):
             extract(config, target, accelerator)
         if accelerator.is_main_process:

@@ -38,6 +38,11 @@ class Codec(Protocol):
         ...
 
     @property
+    def median_tolerance(self) -> float:
+        """Bound of the median of a vector's rounding errors, each as a share of its value."""
+        ...
+
+    @property
     def suffixes(self) -> tuple[str, ...]:
         """Names of the stored tensors behind the name of the values; the first is empty."""
         ...
@@ -55,6 +60,7 @@ class Codec(Protocol):
 class Plain:
     dtype: torch.dtype
     tolerance: float
+    median_tolerance: float
     scale_dtype: str | None = None
     suffixes: tuple[str, ...] = ("",)
 
@@ -69,6 +75,7 @@ class Plain:
 class Fp8:
     scale_dtype: str | None = "float32"
     tolerance: float = 0.045  # half a step at the top of the range is 16 of 448; what is read back is rounded again
+    median_tolerance: float = 0.06
     suffixes: tuple[str, ...] = ("", ".scale")
 
     def encode(self, values: Tensor) -> dict[str, Tensor]:
@@ -85,6 +92,7 @@ class Fp8:
 class Nf4:
     scale_dtype: str | None = "float8_e4m3fn"
     tolerance: float = 0.2  # half the widest gap between levels is 0.152; a block's scale is off by up to 1/16
+    median_tolerance: float = 0.3
     suffixes: tuple[str, ...] = ("", ".scale", ".row_scale")
 
     def encode(self, values: Tensor) -> dict[str, Tensor]:
@@ -112,8 +120,8 @@ def _nonzero(scale: Tensor) -> Tensor:
 
 
 CODECS: dict[str, Codec] = {
-    "float32": Plain(torch.float32, tolerance=0.0),
-    "bf16": Plain(torch.bfloat16, tolerance=2**-8),
+    "float32": Plain(torch.float32, tolerance=0.0, median_tolerance=0.0),
+    "bf16": Plain(torch.bfloat16, tolerance=2**-8, median_tolerance=2**-8),
     "fp8": Fp8(),
     "nf4": Nf4(),
 }

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -13,7 +14,7 @@ from data.codecs import find_codec
 from data.estimate import show_bytes
 from data.extract import ExtractConfig, open_chats
 from data.preview import preview
-from data.store import FeatureStore, supervised_rows
+from data.store import FeatureStore, damages, read_manifest, refuse_damages, supervised_rows
 from data.tensor_parallel import TargetGroup
 from models.target import Target, TargetConfig, load_spec, load_target, load_tokenizer, target_identity
 
@@ -35,21 +36,25 @@ def show_stats(config: ExtractConfig, target: TargetConfig, _accelerator: Accele
 
 
 def verify(config: ExtractConfig, target_config: TargetConfig, accelerator: Accelerator) -> str:
-    """Raises ValueError that names each damaged shard, another target, or states that it does not compute."""
-    store = FeatureStore(Path(config.store))
-    store.verify()
-    shards = store.manifest.shards
-    text = f"{store.name}: {len(store)} chats in {len(shards)} shards, every checksum is right\n"
+    """Raises ValueError that names every damaged shard, another target, or states that it does not compute."""
+    folder = Path(config.store)
+    if accelerator.is_main_process:
+        refuse_damages(folder, damages(folder, read_manifest(folder), checksums=True))
+    store = FeatureStore(folder)
+    num_shards = len(store.manifest.shards)
+    text = f"{store.name}: {len(store)} chats in {num_shards} shards, every checksum is right\n"
     if config.verify_records == 0:
         return text
     store.check_target(target_identity(target_config), store.header.layer_ids)
     mesh = TargetGroup(target_config, accelerator).mesh
     target = load_target(target_config, accelerator.device, layer_ids=store.header.layer_ids, mesh=mesh)
-    worst = compare_with_target(store, target, config.verify_records)
+    found = compare_with_target(store, target, config.verify_records)
+    features, last_hidden = found["features"], found["last_hidden"]
     return text + (
-        f"{min(config.verify_records, len(store))} chats computed again: features within {worst['features']:.2g}, last "
-        f"hidden states within {worst['last_hidden']:.2g} of each vector's largest value "
-        f"({store.header.feature_dtype} and {store.header.last_hidden_dtype} rounding included)\n"
+        f"{min(config.verify_records, len(store))} chats computed again: features within {features.worst:.2g}, last "
+        f"hidden states within {last_hidden.worst:.2g} of each vector's largest value, half of all values within "
+        f"{features.median:.2g} and {last_hidden.median:.2g} of their own ({store.header.feature_dtype} and "
+        f"{store.header.last_hidden_dtype} rounding included)\n"
     )
 
 
@@ -57,40 +62,69 @@ INSPECTIONS: dict[str, Inspection] = {"preview": show_preview, "stats": show_sta
 """Options of extract.py that look instead of extracting."""
 
 
-def compare_with_target(store: FeatureStore, target: Target, num_records: int) -> dict[str, float]:
-    """Compute `num_records` chats again, spread evenly, each alone; the largest deviation of features and last hidden
-    states, as a share of each vector's largest value. Raises ValueError where rounding cannot explain it.
+def inspect(config: ExtractConfig, target: TargetConfig, accelerator: Accelerator) -> str | None:
+    """What the inspections that are asked for say; None where there are none."""
+    if config.preview < 0 or config.verify_records < 0:
+        raise ValueError(
+            f"preview and verify_records must be 0 or more, got {config.preview} and {config.verify_records}"
+        )
+    asked = [option for option in INSPECTIONS if getattr(config, option)]
+    if asked and config.repair:
+        raise ValueError(f"repair=true changes a store and {'=, '.join(asked)}= only look: run one after the other")
+    return "\n".join(INSPECTIONS[option](config, target, accelerator) for option in asked) if asked else None
+
+
+class Deviation(NamedTuple):
+    """How far stored values are from the target's own; vectors of one outlier would hide in the first measure alone."""
+
+    worst: float  # largest error of a vector over its largest value
+    median: float  # over values: error over the value itself, of the worst chat
+
+    def joined(self, other: "Deviation") -> "Deviation":
+        return Deviation(max(self.worst, other.worst), max(self.median, other.median))
+
+
+def compare_with_target(store: FeatureStore, target: Target, num_records: int) -> dict[str, Deviation]:
+    """Compute `num_records` chats again, spread evenly, each alone; deviations of features and last hidden states.
+
+    Raises ValueError where rounding cannot explain them.
     """
-    header, worst = store.header, {"features": 0.0, "last_hidden": 0.0}
+    header = store.header
+    found = {"features": Deviation(0.0, 0.0), "last_hidden": Deviation(0.0, 0.0)}
     step = max(1, len(store) // num_records)
     for index in list(range(0, len(store), step))[:num_records]:
         record = store[index]
         output = target.forward_whole(record.input_ids.long()[None].to(target.device))
-        rows = supervised_rows(record.loss_mask)
-        for name, found, own in (
+        rows = supervised_rows(record.loss_mask).to(target.device)
+        for name, stored, own in (
             ("features", record.features, output.features[0].cpu()),
-            ("last_hidden", record.last_hidden, output.hidden[0, rows.to(target.device)].cpu()),
+            ("last_hidden", record.last_hidden, output.hidden[0, rows].cpu()),
         ):
-            worst[name] = max(worst[name], deviation(found, own, header.hidden_size))
+            found[name] = found[name].joined(deviation(stored, own, header.hidden_size))
     for name, dtype in (("features", header.feature_dtype), ("last_hidden", header.last_hidden_dtype)):
+        codec = find_codec(dtype, name)
         # Sums are taken in another order in another batch or on another device.
-        allowed = find_codec(dtype, name).tolerance + (1e-4 if target.head.dtype == torch.float32 else 0.05)
-        if worst[name] > allowed:
+        noise = 1e-4 if target.head.dtype == torch.float32 else 0.05
+        allowed = Deviation(codec.tolerance + noise, codec.median_tolerance + 4 * noise)
+        if found[name].worst > allowed.worst or found[name].median > allowed.median:
             raise ValueError(
-                f"store={store.name}: {name} deviate from the target's own by {worst[name]:.2g} of a vector's largest "
-                f"value, {dtype} explains {allowed:.2g}: it was made by other code or damaged before it was hashed; "
-                "remove it and run extract.py again"
+                f"store={store.name}: {name} deviate from the target's own by {found[name].worst:.2g} of a vector's "
+                f"largest value and by {found[name].median:.2g} of half of the values, {dtype} explains "
+                f"{allowed.worst:.2g} and {allowed.median:.2g}: it was made by other code or damaged before it was "
+                "hashed; remove it and run extract.py again"
             )
-    return worst
+    return found
 
 
-def deviation(found: Tensor, own: Tensor, hidden_size: int) -> float:
-    """Largest |found - own| over the largest |own| of each vector; both [N, G*D]."""
-    found, own = (x.float().unflatten(-1, (-1, hidden_size)) for x in (found, own))
+def deviation(stored: Tensor, own: Tensor, hidden_size: int) -> Deviation:
+    """Of [N, G*D] values; a layer at a time, the worst counts."""
+    stored, own = (x.float().unflatten(-1, (-1, hidden_size)) for x in (stored, own))
     if not own.numel():
-        return 0.0
-    error = (found - own).abs().amax(-1) / own.abs().amax(-1).clamp(min=1e-20)
-    return float(error.nan_to_num(nan=float("inf")).max())
+        return Deviation(0.0, 0.0)
+    error = (stored - own).abs().nan_to_num(nan=float("inf"))
+    worst = (error.amax(-1) / own.abs().amax(-1).clamp(min=1e-20)).max()
+    relative = (error / own.abs().clamp(min=1e-20)).transpose(0, 1).flatten(1)  # [G, N*D]
+    return Deviation(float(worst), float(relative.median(dim=1).values.max()))
 
 
 def describe(store: FeatureStore, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> str:

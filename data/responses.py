@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data.chat import RenderedChat, Supervise, render_chats
+from data.chat import FINISH_REASONS, RenderedChat, Supervise, render_chats
 from data.messages import Message, chat_of
 from data.records import Records, open_records
 from data.shards import check_unique
@@ -28,13 +28,14 @@ class ChatOptions:
 class RenderedRecord:
     id: str
     chat: RenderedChat
+    is_cut: bool = False
 
 
 @dataclass(frozen=True)
 class RenderedShard:
     records: list[RenderedRecord]
-    num_left_out: int
-    """Response records of which too little is supervised."""
+    num_left_out: int  # response records of which too little is supervised
+    num_cut: int  # chats cut at max_length
 
 
 class Responses:
@@ -59,7 +60,7 @@ class Responses:
                 f"got {options.max_length}, {options.min_supervised_tokens} and {records_per_shard}"
             )
         self.source, self.tokenizer, self.options, self.thinking = source, tokenizer, options, thinking
-        self.context, self.records_per_shard = context, records_per_shard
+        self.max_length, self.records_per_shard = min(options.max_length, context), records_per_shard
         self.records = open_responses(source)
         self._check()
         self._inputs: dict[int, str] = {}
@@ -70,12 +71,15 @@ class Responses:
 
     def describe(self) -> dict[str, Any]:
         """For the store: what decides the tokens and masks besides the records and the chat template."""
-        return {**asdict(self.options), "supervise": str(self.options.supervise), "thinking": self.thinking}
+        options = {**asdict(self.options), "supervise": str(self.options.supervise), "max_length": self.max_length}
+        return {**options, "thinking": self.thinking}
 
     def shard(self, index: int) -> RenderedShard:
         """The usable chats of a shard. Raises ValueError that names a record which the template refuses."""
         rendered = [self.render(record) for record in self._members(index)]
-        return RenderedShard([chat for chats in rendered for chat in chats], sum(not chats for chats in rendered))
+        chats = [chat for chats in rendered for chat in chats]
+        num_cut = sum(chat.is_cut for chat in chats)
+        return RenderedShard(chats, num_left_out=sum(not chats for chats in rendered), num_cut=num_cut)
 
     def inputs_sha256(self, index: int) -> str:
         """Names the records of a shard, so that a resumed run makes shards of other records again."""
@@ -102,14 +106,10 @@ class Responses:
             raise ValueError(f"{where}: {error}") from error
         id, rendered = self.records.id_of(index, record), []
         for place, chat in enumerate(chats):
-            chat = trim(chat, self.options.max_length)
-            if len(chat.input_ids) > self.context:
-                raise ValueError(
-                    f"{where}: a chat of {len(chat.input_ids)} tokens exceeds the target's context of {self.context}: "
-                    f"set chats.max_length={self.context}"
-                )
-            if sum(chat.loss_mask) >= self.options.min_supervised_tokens:
-                rendered.append(RenderedRecord(f"{id}/{place}" if place else id, chat))
+            trimmed = trim(chat, self.max_length)
+            if sum(trimmed.loss_mask) >= self.options.min_supervised_tokens:
+                is_cut = len(chat.input_ids) > self.max_length
+                rendered.append(RenderedRecord(f"{id}/{place}" if place else id, trimmed, is_cut))
         return rendered
 
     def sample(self, size: int) -> tuple[int, list[RenderedRecord]]:
@@ -130,8 +130,15 @@ class Responses:
             if not any(message["role"] == "assistant" for message in messages):
                 roles = [message["role"] for message in messages]
                 raise ValueError(f"{where}: nothing to learn without an assistant turn, got roles {roles}")
+            if (reason := record.get("finish_reason")) not in FINISH_REASONS:
+                raise ValueError(f"{where}: finish_reason must be one of {FINISH_REASONS}, got {reason!r}")
             ids.append(self.records.id_of(index, record))
         check_unique(ids, f"responses={self.source}")
+        known = set(ids)
+        for id in ids:  # as `render` names further records of a chat
+            stem, slash, place = id.rpartition("/")
+            if slash and place.isdecimal() and stem in known:
+                raise ValueError(f"responses={self.source}: ids {stem!r} and {id!r} may clash; name them otherwise")
 
 
 def open_responses(source: str) -> Records:

@@ -1,8 +1,6 @@
 """Writing a store: shards that any process may make, claimed one by one, and the manifest that makes them a store."""
 
-import fcntl
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -10,9 +8,11 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data.claims import CLAIMS
 from data.codecs import encode, find_codec
 from data.store import (
     MANIFEST,
@@ -27,11 +27,10 @@ from data.store import (
     read_manifest,
     shard_file,
     shard_index,
+    shard_paths,
     supervised_rows,
 )
 from models.files import sha256_file, sha256_text, write_atomic, write_json
-
-CLAIMS = ".claims"
 
 
 @dataclass(frozen=True)
@@ -52,35 +51,6 @@ class EncodedRecord:
     tensors: dict[str, Tensor]
 
 
-class Claims:
-    """Locks on the shards of one folder, between processes of any launcher and machine that shares its file system.
-
-    A claim is a POSIX lock on one byte of a file, so it ends with its process, however that ends: no claim goes stale.
-    Taking one that this process holds succeeds again. Use as a context manager.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(folder / CLAIMS, os.O_RDWR | os.O_CREAT, 0o644)
-
-    def __enter__(self) -> "Claims":
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        os.close(self._file)
-
-    def take(self, place: int) -> bool:
-        """Whether this process now holds `place`: a shard's index, or -1 for the manifest."""
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place + 1)
-        except (BlockingIOError, PermissionError):
-            return False
-        return True
-
-    def release(self, place: int) -> None:
-        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, place + 1)
-
-
 def encode_record(record: StoreRecord, header: StoreHeader) -> EncodedRecord:
     """Round on the device that holds the values. Raises ValueError on shapes that do not fit `header` and on NaN."""
     _check_record(record, header)
@@ -98,10 +68,22 @@ def write_shard(
 ) -> ShardInfo:
     """Write one shard whole, then the sidecar that says so; an unfinished one leaves no trace that counts.
 
-    Raises ValueError when the store is published.
+    Raises ValueError when the store is published and when the disk is full.
     """
     if (folder / MANIFEST).is_file():
         raise ValueError(f"store {folder} is finished: choose another name or remove it to extract again")
+    try:
+        return _write_shard(folder, header, index, records, inputs_sha256)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"store={folder}: shard {index} cannot be written ({error}): make room; finished shards stay, and the same "
+            "command goes on"
+        ) from error
+
+
+def _write_shard(
+    folder: Path, header: StoreHeader, index: int, records: Sequence[EncodedRecord], inputs_sha256: str
+) -> ShardInfo:
     path = folder / shard_file(index)
     # A crash between the two writes must not leave the new shard beside an older sidecar.
     path.with_suffix(".json").unlink(missing_ok=True)
@@ -131,8 +113,8 @@ def finished_shards(folder: Path, header: StoreHeader) -> dict[int, ShardInfo]:
 
     The caller compares `inputs_sha256`. Raises ValueError when the folder holds shards of another header.
     """
-    sidecars = sorted(folder.glob("shard-*.json"))
-    found = {shard_index(path): read_finished(folder, header, shard_index(path)) for path in sidecars}
+    indices = [shard_index(path) for path in shard_paths(folder, ".json")]
+    found = {index: read_finished(folder, header, index) for index in indices}
     return {index: info for index, info in found.items() if info is not None}
 
 
@@ -144,9 +126,9 @@ def read_finished(folder: Path, header: StoreHeader, index: int) -> ShardInfo | 
         content = json.loads(sidecar.read_text(encoding="utf-8"))
     except FileNotFoundError:  # also where another process has just published the store
         return None
-    if content["header_sha256"] != _header_sha256(header):
-        reason = "belongs to another extraction (other target, layers, types, chat template or chats options)"
-        raise ValueError(f"{sidecar} {reason}: remove {folder} or choose another name")
+    if content["header_sha256"] != header_sha256(header):
+        reason = "belongs to another extraction (other target, layers, types, template, chats.* or records_per_shard)"
+        raise ValueError(f"{sidecar} {reason}: give the options of that one, or choose another store=")
     info = ShardInfo(**content["shard"])
     if info.num_records == 0:
         return info
@@ -159,12 +141,12 @@ def publish(folder: Path, header: StoreHeader, infos: Iterable[ShardInfo], respo
     Raises ValueError when there are no records, an id repeats, or the folder's shards are not the listed ones.
     """
     shards = [info for info in infos if info.num_records]
-    listed = [info.file for info in shards]
-    present = sorted(path.name for path in folder.glob("shard-*.safetensors"))
+    listed, present = {info.file for info in shards}, {path.name for path in shard_paths(folder, ".safetensors")}
     if not shards:
         raise ValueError(f"store {folder} would hold no records: give extract.py responses with at least one chat")
     if present != listed:
-        raise ValueError(f"store {folder} has shards {present}, to be published are {listed}: remove it and start anew")
+        unlike = f"{sorted(present - listed)[:3]} too many, {sorted(listed - present)[:3]} missing"
+        raise ValueError(f"store={folder} has not the shards to be published ({unlike}): run extract.py again")
     check_unique([id for info in shards for id in read_index(folder / info.file).ids], f"store={folder}")
     manifest = Manifest(
         header=header,
@@ -195,9 +177,19 @@ def reopen(folder: Path) -> list[str]:
     return list(found.values())
 
 
+def forget_damaged(folder: Path, header: StoreHeader) -> list[str]:
+    """Of an unfinished store: have shards made again whose checksum is wrong; returns which."""
+    found = []
+    for info in finished_shards(folder, header).values():
+        if info.num_records and sha256_file(folder / info.file) != info.sha256:
+            (folder / info.file).with_suffix(".json").unlink()
+            found.append(f"{info.file} is damaged")
+    return found
+
+
 def remove_working_files(folder: Path) -> None:
     """A published store has no use for sidecars and claims."""
-    for sidecar in folder.glob("shard-*.json"):
+    for sidecar in shard_paths(folder, ".json"):
         sidecar.unlink(missing_ok=True)
     (folder / CLAIMS).unlink(missing_ok=True)
 
@@ -206,7 +198,7 @@ def remove_leftovers(folder: Path, num_shards: int) -> None:
     """Remove what interrupted runs left: unfinished files, and shards of responses that are no longer there."""
     for path in (*folder.glob(".*.tmp"), *folder.glob(".tmp*")):  # ours, and those of safetensors
         path.unlink()
-    for path in folder.glob("shard-*.*"):
+    for path in (*shard_paths(folder, ".safetensors"), *shard_paths(folder, ".json")):
         if shard_index(path) >= num_shards:
             path.unlink()
 
@@ -218,7 +210,7 @@ def check_unique(ids: Sequence[str], where: str) -> None:
 
 
 def _write_sidecar(folder: Path, header: StoreHeader, info: ShardInfo) -> None:
-    content = {"header_sha256": _header_sha256(header), "shard": asdict(info)}
+    content = {"header_sha256": header_sha256(header), "shard": asdict(info)}
     write_json((folder / info.file).with_suffix(".json"), content)
 
 
@@ -247,5 +239,5 @@ def _concatenate(records: Sequence[EncodedRecord]) -> dict[str, Tensor]:
     }
 
 
-def _header_sha256(header: StoreHeader) -> str:
+def header_sha256(header: StoreHeader) -> str:
     return sha256_text(json.dumps({"version": VERSION, **asdict(header)}, sort_keys=True))

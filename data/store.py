@@ -5,7 +5,7 @@ Format "draftsmith-features", version 2
     store/manifest.json            written last; a folder without it is not a store
     store/shard-00000.safetensors  whole chats, concatenated
     store/shard-00000.json         only while extraction runs: says that the shard is finished, and from which inputs
-    store/.claims                  only while extraction runs: an empty file on which processes lock shards
+    store/.claims                  only while extraction runs: processes lock shards by bytes of this file
 
 A shard of n records with T tokens and R supervised tokens holds
 
@@ -51,6 +51,8 @@ from models.target import TargetIdentity
 FORMAT = "draftsmith-features"
 VERSION = 2
 MANIFEST = "manifest.json"
+MAX_OPEN_SHARDS = 256
+"""Each is a mapping, of which a process may have some ten thousand."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class StoreHeader:
     last_hidden_dtype: str
     chat_template_sha256: str
     chats: dict[str, Any]
+    records_per_shard: int
 
     def __post_init__(self) -> None:
         for option in ("feature_dtype", "last_hidden_dtype"):
@@ -126,6 +129,12 @@ def shard_index(path: Path) -> int:
     return int(path.stem.removeprefix("shard-"))
 
 
+def shard_paths(folder: Path, suffix: str) -> list[Path]:
+    """By index; what only looks like a shard (`shard-00001 (copy)`) is none."""
+    found = [path for path in folder.glob(f"shard-*{suffix}") if path.stem.removeprefix("shard-").isdecimal()]
+    return sorted(found, key=shard_index)
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Raises ValueError when the folder is no store, or one of another format or version."""
     if not (folder / MANIFEST).is_file():
@@ -133,7 +142,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(f"store={folder} has no {MANIFEST}: {reason}; run extract.py again")
     values = read_json(folder / MANIFEST)
     if not isinstance(values, dict):
-        raise ValueError(f"{folder / MANIFEST} is damaged (no JSON object): rebuild it with extract.py")
+        raise ValueError(f"{folder / MANIFEST} is damaged (no JSON object): remove it and run extract.py again")
     found = (values.pop("format", None), values.pop("version", None))
     if found != (FORMAT, VERSION):
         held = f"format {found[0]} version {found[1]}"
@@ -144,7 +153,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return _parse_manifest(values)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder / MANIFEST} is damaged ({error}): rebuild it with extract.py") from error
+        raise ValueError(f"{folder / MANIFEST} is damaged ({error}): remove it and run extract.py again") from error
 
 
 class FeatureSource(ABC):
@@ -206,7 +215,7 @@ class FeatureStore(FeatureSource):
         self.header = self.manifest.header
         if self.manifest.num_records == 0:
             raise ValueError(f"store={folder} holds no records: run extract.py with at least one response")
-        self._refuse(damages(folder, self.manifest, checksums=False))
+        refuse_damages(folder, damages(folder, self.manifest, checksums=False))
         indexes = [read_index(folder / shard.file) for shard in self.manifest.shards]
         self.ids = [id for index in indexes for id in index.ids]
         self.lengths = torch.cat([index.offsets.diff() for index in indexes])  # [N] tokens of each record
@@ -255,7 +264,7 @@ class FeatureStore(FeatureSource):
 
     def verify(self) -> None:
         """Read every byte again; raises ValueError that names each shard that is missing, truncated or damaged."""
-        self._refuse(damages(self.folder, self.manifest, checksums=True))
+        refuse_damages(self.folder, damages(self.folder, self.manifest, checksums=True))
 
     def count_supervised_tokens(self, vocab_size: int) -> Tensor:
         counts = torch.zeros(vocab_size, dtype=torch.int64)
@@ -273,17 +282,12 @@ class FeatureStore(FeatureSource):
             self.verify()  # names the shard if one of them is the cause
             raise ValueError(f"store={self.folder}: shards and {MANIFEST} disagree on counts; run extract.py again")
 
-    def _refuse(self, found: dict[str, str]) -> None:
-        if found:
-            raise ValueError(
-                f"store={self.folder}: {'; '.join(found.values())}. Copy these files again, or let "
-                "`extract.py repair=true` make only them again"
-            )
-
     def _open(self, shard: int) -> Any:
         # Keyed by process too: a forked DataLoader worker must not share its parent's file handles.
         key = (os.getpid(), shard)
         if key not in self._opened:
+            if len(self._opened) >= MAX_OPEN_SHARDS:
+                del self._opened[next(iter(self._opened))]
             self._opened[key] = safe_open(self.folder / self.manifest.shards[shard].file, framework="pt")
         return self._opened[key]
 
@@ -301,6 +305,14 @@ def damages(folder: Path, manifest: Manifest, *, checksums: bool) -> dict[str, s
         elif checksums and sha256_file(path) != shard.sha256:
             found[shard.file] = f"{shard.file} is damaged (its sha256 differs from the manifest's)"
     return found
+
+
+def refuse_damages(folder: Path, found: dict[str, str]) -> None:
+    if found:
+        raise ValueError(
+            f"store={folder}: {'; '.join(found.values())}. Copy these files again, or let `extract.py repair=true` "
+            "make only them again"
+        )
 
 
 class ShardIndex(NamedTuple):

@@ -17,13 +17,14 @@ from omegaconf import OmegaConf
 
 from data.capture import CapturedFeatures
 from data.chat import Supervise
+from data.claims import Claims
 from data.embedded import ensure_embedded_target
-from data.extract import Extraction, open_chats, store_header
+from data.extract import open_chats, store_header
+from data.extraction import Extraction
 from data.inspect import histogram
 from data.prompts import builtin_prompts
 from data.responses import ChatOptions, Responses, batches_by_length
 from data.run import StopRequest
-from data.shards import Claims
 from data.store import StoreHeader
 from data.tensor_parallel import TargetGroup
 from models.config import typed

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from data.chat import render_chats
 from data.collate import collate
 from data.dataset import RankSampler, StepPlan, TrainingData
-from data.extract import extract_records
+from data.extraction import extract_records
 from data.messages import Chat
 from data.responses import RenderedRecord
 from data.run import git_commit
@@ -163,6 +163,7 @@ def tiny_header(target: Target, identity: TargetIdentity, **changes: Any) -> Sto
         last_hidden_dtype="float32",
         chat_template_sha256="0" * 64,
         chats={"supervise": "all", "thinking": None, "max_length": 512, "min_supervised_tokens": 2},
+        records_per_shard=64,
     )
     return replace(header, **changes)
 

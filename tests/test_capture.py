@@ -17,7 +17,7 @@ from data.capture import (
     write_captured,
 )
 from data.chat import RenderedChat
-from data.extract import extract_records
+from data.extraction import extract_records
 from data.generate import answer_batch
 from data.responses import RenderedRecord
 from models.sampling import SamplingConfig

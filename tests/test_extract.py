@@ -22,6 +22,7 @@ from torch import Tensor
 
 import data.estimate as estimate_module
 import data.extract as extract_module
+import data.extraction as extraction_module
 import data.shards as shards_module
 import models.files as files_module
 import models.target as target_module
@@ -111,7 +112,7 @@ Run = Callable[[ExtractConfig], None]
 
 @pytest.fixture
 def run(tiny_target: Target, tiny_target_config: TargetConfig, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(extract_module, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(extraction_module, "POLL_SECONDS", 0.02)
     return lambda config: extract(config, tiny_target_config, Accelerator(cpu=True), lambda *_, **__: tiny_target)
 
 
@@ -352,14 +353,14 @@ def test_a_run_that_is_asked_to_stop_ends_with_whole_shards(
     run: Run, tmp_path: Path, wanted: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(tmp_path)
-    right = extract_module.extract_records
+    right = extraction_module.extract_records
 
     def terminated(*arguments: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         return right(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(extract_module, "extract_records", terminated)
+        patch.setattr(extraction_module, "extract_records", terminated)
         run(config)
     names = {path.name for path in Path(config.store).iterdir()}
     assert names == {".claims", "shard-00000.json", "shard-00000.safetensors"}, "the shard in progress, and no other"
@@ -602,16 +603,16 @@ def test_equal_ids_are_named_before_anything_is_computed(run: Run, tmp_path: Pat
     assert not Path(config.store).exists()
 
 
-def test_a_chat_beyond_the_context_is_named(run: Run, tmp_path: Path) -> None:
+def test_a_chat_beyond_the_context_is_cut_there(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = config_of(tmp_path, chats=chats_config(max_length=4096))
     words = " ".join("1" for _ in range(600))
-    write_responses(
-        Path(config.responses), [[{"role": "user", "content": "1"}, {"role": "assistant", "content": words}]]
-    )
-    with pytest.raises(
-        ValueError, match=r"responses\.jsonl:1: a chat of \d+ tokens exceeds .* set chats\.max_length=512"
-    ):
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": words}]
+    write_responses(Path(config.responses), [chat])
+    with caplog.at_level(logging.INFO):
         run(config)
+    store = FeatureStore(Path(config.store))
+    assert store.lengths.tolist() == [512] and store.header.chats["max_length"] == 512
+    assert "1 of them cut at chats.max_length" in caplog.text
 
 
 def test_a_group_of_unusable_chats_leaves_no_shard(run: Run, tmp_path: Path) -> None:
@@ -664,7 +665,7 @@ def test_a_process_that_dies_leaves_its_shards_to_the_others(
     config, is_stuck = config_of(tmp_path), tmp_path / "is_stuck"
     stuck = os.fork()
     if stuck == 0:
-        extract_module.extract_records = lambda *_: (is_stuck.touch(), time.sleep(60))
+        extraction_module.extract_records = lambda *_: (is_stuck.touch(), time.sleep(60))
         run(config)
         os._exit(1)
     try:

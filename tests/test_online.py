@@ -55,7 +55,8 @@ def test_the_online_mode_gives_the_features_of_the_store(
 ) -> None:
     """In other batches: float32 sums differ by some 1e-6, which may move a rounded value to the next step."""
     store, online = sources(feature_dtype, last_hidden_dtype)
-    assert online.header == store.header and online.ids == store.ids
+    assert replace(online.header, records_per_shard=store.header.records_per_shard) == store.header
+    assert online.ids == store.ids
     assert torch.equal(online.lengths, store.lengths) and torch.equal(online.num_supervised, store.num_supervised)
     assert torch.equal(online.count_supervised_tokens(55), store.count_supervised_tokens(55))
     order = random.Random(0).sample(range(len(store)), len(store))

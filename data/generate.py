@@ -86,10 +86,15 @@ def read_sources(sources: str | list[str] | None, builtin: BuiltinPrompts) -> li
     if sources is None:
         prompts = builtin_prompts(builtin.seed, num_train=builtin.num_train, num_heldout=builtin.num_heldout)
         return [[SourcePrompt(prompt, "builtin", prompt.split, None, is_turns=False) for prompt in prompts]]
-    names = [sources] if isinstance(sources, str) else sources
+    return [read_source(name) for name in source_names(sources)]
+
+
+def source_names(sources: str | list[str] | None) -> list[str]:
+    """The sources as a list, for null the one that is built in. Raises ValueError for anything else."""
+    names = ["builtin"] if sources is None else [sources] if isinstance(sources, str) else sources
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"prompts={sources} must be null, one source or a list of sources")
-    return [read_source(name) for name in names]
+    return names
 
 
 def generate(
@@ -189,7 +194,10 @@ def open_chats(config: GenerateConfig, rendering: Rendering, sampling: dict[str,
     path = Path(config.responses)
     sources = read_sources(config.prompts, config.builtin)
     mixture = mix(
-        sources, config, lambda prompt, regenerate: len(rendering.ids(prompt, questions(prompt, regenerate)[0]))
+        sources,
+        config,
+        lambda prompt, regenerate: len(rendering.ids(prompt, questions(prompt, regenerate)[0])),
+        names=source_names(config.prompts),
     )
     done = check_responses(read_lines(path, repair=True), sampling, path)
     if both := done & {prompt.id for prompt in mixture.heldout}:

@@ -42,17 +42,19 @@ def mix(
     sources: Sequence[Sequence[SourcePrompt]],
     options: MixOptions,
     num_tokens: Callable[[Prompt, Regenerate], int],
+    *,
+    names: Sequence[str],
 ) -> Mixture:
     """Training prompts in the order of the mixture, and held-out prompts in the order of the sources.
 
     What is left out is counted in the log, by reason. Other sources never move a prompt to the other split.
-    `num_tokens` counts what is asked first. Raises ValueError on options out of range, on an id that two prompts have
-    and when no training prompt is left.
+    `num_tokens` counts what is asked first; `names` are those of the sources. Raises ValueError on options out of
+    range, on an id that two prompts have, when no training prompt is left and when a source with a weight has none.
     """
     check_options(options, len(sources))
     check_ids(sources)
     left_out: Counter[str] = Counter()
-    sides = split_sides(sources, options.heldout, left_out)
+    sides = split_sides(sources, options, left_out)
     # Of `turns` a second one can only be asked after an answer of the target.
     whole = options.regenerate is Regenerate.all
     heldout = [[found.first_turn for found in source] for source in sides["heldout"]]
@@ -67,7 +69,9 @@ def mix(
     if not any(train):
         num_heldout = sum(len(part) for part in heldout)
         raise ValueError(f"prompts: none is left to answer; {num_heldout} are held out, left out are {dict(left_out)}")
-    return Mixture(mixed(train, options), [prompt for part in heldout for prompt in part])
+    if options.weights is not None:
+        check_not_empty(train, options.weights, names, left_out)
+    return Mixture(mixed(train, options, names), [prompt for part in heldout for prompt in part])
 
 
 def write_heldout(path: Path, prompts: Sequence[Prompt]) -> None:
@@ -104,8 +108,21 @@ def check_options(options: MixOptions, num_sources: int) -> None:
             raise ValueError(f"{name} must be {limit}, got {getattr(options, name)}")
 
 
+def check_not_empty(
+    train: Sequence[Sequence[Prompt]], weights: Sequence[float], names: Sequence[str], left_out: Counter[str]
+) -> None:
+    """Raises ValueError where a source has nothing for its share, which would end the mixture before it begins."""
+    for index, (part, name) in enumerate(zip(train, names, strict=True)):
+        if not part:
+            raise ValueError(
+                f"prompts[{index}]={name} with weights[{index}]={weights[index]} has no training prompt left, so there "
+                f"is no mixture; take it out of prompts= and weights=, or change what was left out of all sources: "
+                f"{dict(left_out)}"
+            )
+
+
 def split_sides(
-    sources: Sequence[Sequence[SourcePrompt]], heldout: float, left_out: Counter[str]
+    sources: Sequence[Sequence[SourcePrompt]], options: MixOptions, left_out: Counter[str]
 ) -> dict[Split, list[list[SourcePrompt]]]:
     """The prompts of each side, by source: by their own split, else by a hash of their group.
 
@@ -113,7 +130,7 @@ def split_sides(
     there is left out. Where records name both, the group is held out.
     """
     named: dict[Split, set[str]] = {"train": set(), "heldout": set()}
-    groups = [[group_of(found) for found in source] for source in sources]
+    groups = [[group_of(found, options.regenerate) for found in source] for source in sources]
     for source, keys in zip(sources, groups, strict=True):
         for found, key in zip(source, keys, strict=True):
             if found.own_split is not None:
@@ -124,7 +141,7 @@ def split_sides(
         for side in sides.values():
             side.append([])
         for found, key in zip(source, keys, strict=True):
-            split = found.own_split or ("heldout" if share_of(key) < heldout else "train")
+            split = found.own_split or ("heldout" if share_of(key) < options.heldout else "train")
             other: Split = "heldout" if split == "train" else "train"
             if key in named[other]:
                 left_out[f"for the {split} split: their group is in the {other} split by a record's own field"] += 1
@@ -133,11 +150,11 @@ def split_sides(
     return sides
 
 
-def group_of(found: SourcePrompt) -> str:
+def group_of(found: SourcePrompt, regenerate: Regenerate) -> str:
     """Equal for variants of one template: its own group, else its text with every number masked."""
     if found.group is not None:
         return f"group {found.group}"
-    return "text " + re.sub(r"\d+", "0", prompt_text(found.first_turn, Regenerate.last))
+    return "text " + re.sub(r"\d+", "0", prompt_text(found.first_turn, regenerate))
 
 
 def share_of(group: str) -> float:
@@ -146,8 +163,12 @@ def share_of(group: str) -> float:
 
 
 def prompt_text(prompt: Prompt, regenerate: Regenerate) -> str:
-    """What the target is asked, case-folded and with white space collapsed."""
-    asked = [message for part in questions(prompt, regenerate) for message in part]
+    """What the target is asked first, case-folded and with white space collapsed.
+
+    With `all` that is the first user turn and the system turns before it: the whole chat would not show that training
+    asks what a held-out prompt asks too.
+    """
+    [asked, *_] = questions(prompt, regenerate)
     texts = [" ".join(message["content"].casefold().split()) for message in asked]
     return json.dumps([[message["role"], text] for message, text in zip(asked, texts, strict=True)])
 
@@ -191,7 +212,7 @@ def drop_by_length(
     return kept
 
 
-def mixed(sources: Sequence[Sequence[Prompt]], options: MixOptions) -> list[Prompt]:
+def mixed(sources: Sequence[Sequence[Prompt]], options: MixOptions, names: Sequence[str]) -> list[Prompt]:
     """All of all sources in order; with weights each shuffled, and interleaved until the first is used up at its share.
 
     At most `num_prompts`, of which fewer are a prefix of more.
@@ -205,7 +226,13 @@ def mixed(sources: Sequence[Sequence[Prompt]], options: MixOptions) -> list[Prom
     prompts: list[Prompt] = []
     counts = [0] * len(sources)
     for index in interleaved(options.weights):
-        if len(prompts) == options.num_prompts or counts[index] == len(shuffled[index]):
+        if len(prompts) == options.num_prompts:
+            return prompts
+        if counts[index] == len(shuffled[index]):
+            log.info(
+                "prompts: prompts[%d]=%s is used up and ends the mixture at %d prompts; %d of all sources are not asked",
+                *(index, names[index], len(prompts), sum(map(len, shuffled)) - len(prompts)),
+            )
             return prompts
         prompts.append(shuffled[index][counts[index]])
         counts[index] += 1

@@ -46,7 +46,8 @@ def mixture(*sources: list[SourcePrompt], **changes: Any) -> Mixture:
     def num_tokens(prompt: Prompt, regenerate: Regenerate) -> int:
         return sum(len(message["content"].split()) for message in prompt.messages)
 
-    return mix(sources, replace(OPTIONS, **changes), num_tokens)
+    names = [f"source{index}.jsonl" for index in range(len(sources))]
+    return mix(sources, replace(OPTIONS, **changes), num_tokens, names=names)
 
 
 def ids(prompts: list[Prompt]) -> list[str]:
@@ -115,6 +116,53 @@ def test_what_counts_as_repeated_is_what_the_target_is_asked() -> None:
     assert ids(mixture([one, other]).train) == ["a"]
 
 
+def recorded(id: str, *texts: str, own_split: Split | None = None, group: str | None = None) -> SourcePrompt:
+    """A chat: a system turn, then user texts with recorded answers between them."""
+    prompt = found(id, "", own_split=own_split, group=group)
+    turns = [turn for text in texts for turn in (("user", text), ("assistant", f"answer of {id}"))]
+    prompt.prompt.messages[:] = chat(("system", "s"), *turns[:-1])
+    return prompt
+
+
+@pytest.mark.parametrize("group", [None, "of its own"])
+def test_with_all_no_training_chat_asks_the_first_turn_of_a_held_out_prompt(group: str | None) -> None:
+    """Whether the held-out one is a whole chat or its first turn alone, and also where groups name no relation."""
+    for held in (("Hi",), ("Hi", "other")):
+        prompts = [recorded("a", "hi", "go"), recorded("b", *held, own_split="heldout", group=group)]
+        prompts.append(recorded("c", "on", "hi"))
+        sides = mixture(prompts, regenerate=Regenerate.all)
+        assert [ids(side) for side in sides] == [["c"], ["b"]]
+        assert ids(mixture(prompts).train) == ["a", "c"], "with last another history is another prompt"
+
+
+def test_with_all_chats_that_begin_alike_are_held_out_together() -> None:
+    prompts = [
+        recorded(f"{i}-{j}", f"{'abcdefghij'[i]} {j}", f"then {'abcdefghij'[j]}") for i in range(10) for j in range(4)
+    ]
+    train, heldout = mixture(prompts, regenerate=Regenerate.all, heldout=0.5)
+    assert heldout and train and not template_ids(train) & template_ids(heldout)
+
+
+def test_a_source_with_a_weight_but_no_prompt_left_is_one_error_that_names_it() -> None:
+    same = [replace(prompt, prompt=replace(prompt.prompt, id=f"x{i}")) for i, prompt in enumerate(source("a", 3))]
+    with pytest.raises(
+        ValueError, match=r"prompts\[1\]=source1.jsonl with weights\[1\]=2.0 has no training prompt left"
+    ):
+        mixture(source("a", 9), same, weights=[1.0, 2.0])
+    assert len(mixture(source("a", 9), same).train) == 9
+    with pytest.raises(ValueError, match=r"prompts\[0\]=source0.jsonl .*'of fewer than min_prompt_tokens=4': 5"):
+        mixture([found("b", "x")], [found("c", "x x x x"), *source("d", 4)], weights=[1, 1], min_prompt_tokens=4)
+
+
+def test_the_log_names_the_source_that_ends_a_mixture(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    mixture(source("a", 100), source("b", 10), weights=[1, 1], num_prompts=5)
+    mixture(source("a", 100), source("b", 10))
+    assert "ends the mixture" not in caplog.text
+    mixture(source("a", 100), source("b", 10), weights=[1, 1])
+    assert "prompts[1]=source1.jsonl is used up and ends the mixture at 21 prompts; 89 of all" in caplog.text
+
+
 def test_prompts_outside_the_length_limits_are_left_out_and_counted_by_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -131,7 +179,7 @@ def test_tokens_are_not_counted_without_a_limit() -> None:
     def num_tokens(prompt: Prompt, regenerate: Regenerate) -> int:
         raise AssertionError("counted")
 
-    assert len(mix([source("a", 3)], OPTIONS, num_tokens).train) == 3
+    assert len(mix([source("a", 3)], OPTIONS, num_tokens, names=["a"]).train) == 3
 
 
 def templated(name: str, *, own: dict[str, Split] | None = None) -> list[SourcePrompt]:

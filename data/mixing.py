@@ -6,7 +6,7 @@ import logging
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import lcm
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.conversation import Regenerate, questions
+from data.messages import Message
 from data.prompts import Prompt, SourcePrompt, Split, check_ids
 from models.files import write_text
 
@@ -59,9 +60,9 @@ def mix(
     whole = options.regenerate is Regenerate.all
     heldout = [[found.first_turn for found in source] for source in sides["heldout"]]
     train = [[found.prompt if whole else found.first_turn for found in source] for source in sides["train"]]
-    # Held-out prompts come first: of two with one text the training prompt is the one to leave out.
-    parts = drop_duplicates([*heldout, *train], options.regenerate, left_out)
-    heldout, train = parts[: len(sources)], parts[len(sources) :]
+    heldout = drop_duplicates(heldout, options.regenerate, left_out, heldout=[])
+    measured = [prompt for part in heldout for prompt in part]
+    train = drop_duplicates(train, options.regenerate, left_out, heldout=measured)
     heldout = drop_by_length(heldout, options, lambda prompt: num_tokens(prompt, Regenerate.last), left_out)
     train = drop_by_length(train, options, lambda prompt: num_tokens(prompt, options.regenerate), left_out)
     for reason, count in sorted(left_out.items()):
@@ -154,7 +155,7 @@ def group_of(found: SourcePrompt, regenerate: Regenerate) -> str:
     """Equal for variants of one template: its own group, else its text with every number masked."""
     if found.group is not None:
         return f"group {found.group}"
-    return "text " + re.sub(r"\d+", "0", prompt_text(found.first_turn, regenerate))
+    return "text " + re.sub(r"\d+", "0", first_text(found.first_turn, regenerate))
 
 
 def share_of(group: str) -> float:
@@ -162,33 +163,40 @@ def share_of(group: str) -> float:
     return int.from_bytes(hashlib.sha256(group.encode()).digest()[:4], "big") / 2**32
 
 
-def prompt_text(prompt: Prompt, regenerate: Regenerate) -> str:
-    """What the target is asked first, case-folded and with white space collapsed.
+def first_text(prompt: Prompt, regenerate: Regenerate) -> str:
+    """What the target is asked first. With `all` the whole chat would not show that training asks what a held-out
+    prompt asks too."""
+    return text_of(questions(prompt, regenerate)[0])
 
-    With `all` that is the first user turn and the system turns before it: the whole chat would not show that training
-    asks what a held-out prompt asks too.
-    """
-    [asked, *_] = questions(prompt, regenerate)
-    texts = [" ".join(message["content"].casefold().split()) for message in asked]
-    return json.dumps([[message["role"], text] for message, text in zip(asked, texts, strict=True)])
+
+def text_of(messages: Sequence[Message]) -> str:
+    """Case-folded and with white space collapsed."""
+    return json.dumps([[message["role"], " ".join(message["content"].casefold().split())] for message in messages])
 
 
 def drop_duplicates(
-    parts: Sequence[Sequence[Prompt]], regenerate: Regenerate, left_out: Counter[str]
+    parts: Sequence[Sequence[Prompt]], regenerate: Regenerate, left_out: Counter[str], *, heldout: Iterable[Prompt]
 ) -> list[list[Prompt]]:
-    """Without prompts whose text an earlier one has, in any part."""
+    """Without prompts whose text an earlier one has, in any part, or which ask first what a prompt of `heldout` does."""
+    asked = {_digest(first_text(prompt, regenerate)) for prompt in heldout}
     seen: set[bytes] = set()
     kept: list[list[Prompt]] = []
     for part in parts:
         kept.append([])
         for prompt in part:
-            key = hashlib.sha256(prompt_text(prompt, regenerate).encode()).digest()
+            key = _digest(text_of([message for part in questions(prompt, regenerate) for message in part]))
             if key in seen:
                 left_out["with the text of an earlier prompt"] += 1
+            elif _digest(first_text(prompt, regenerate)) in asked:
+                left_out["that ask what a held-out prompt asks"] += 1
             else:
                 seen.add(key)
                 kept[-1].append(prompt)
     return kept
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
 
 
 def drop_by_length(
@@ -230,7 +238,7 @@ def mixed(sources: Sequence[Sequence[Prompt]], options: MixOptions, names: Seque
             return prompts
         if counts[index] == len(shuffled[index]):
             log.info(
-                "prompts: prompts[%d]=%s is used up and ends the mixture at %d prompts; %d of all sources are not asked",
+                "prompts: prompts[%d]=%s is used up and ends the mixture at %d prompts; %d of all are not asked",
                 *(index, names[index], len(prompts), sum(map(len, shuffled)) - len(prompts)),
             )
             return prompts

@@ -129,10 +129,10 @@ def test_with_all_no_training_chat_asks_the_first_turn_of_a_held_out_prompt(grou
     """Whether the held-out one is a whole chat or its first turn alone, and also where groups name no relation."""
     for held in (("Hi",), ("Hi", "other")):
         prompts = [recorded("a", "hi", "go"), recorded("b", *held, own_split="heldout", group=group)]
-        prompts.append(recorded("c", "on", "hi"))
+        prompts += [recorded("c", "on", "hi"), recorded("d", "on", "go")]
         sides = mixture(prompts, regenerate=Regenerate.all)
-        assert [ids(side) for side in sides] == [["c"], ["b"]]
-        assert ids(mixture(prompts).train) == ["a", "c"], "with last another history is another prompt"
+        assert [ids(side) for side in sides] == [["c", "d"], ["b"]], "training chats may begin alike"
+        assert ids(mixture(prompts).train) == ["a", "c", "d"], "with last another history is another prompt"
 
 
 def test_with_all_chats_that_begin_alike_are_held_out_together() -> None:

@@ -151,17 +151,16 @@ def repair(folder: Path, header: StoreHeader, accelerator: Accelerator) -> None:
 
     One process looks while the others wait. Raises ValueError while another job works on the store.
     """
+    is_finished = (folder / MANIFEST).is_file()
+    if is_finished:
+        check_header(folder, read_manifest(folder).header, header)
     with Claims(folder) as claims:
         if accelerator.is_main_process and not claims.take(JOB):
             raise ValueError(f"store={folder}: other processes work on it now; let them end before repair=true")
         accelerator.wait_for_everyone()  # for the others to find it taken
         if not accelerator.is_main_process:
             return claims.wait_for_job()
-        if (folder / MANIFEST).is_file():
-            check_header(folder, read_manifest(folder).header, header)
-            found = reopen(folder)
-        else:
-            found = forget_damaged(folder, header)
+        found = reopen(folder) if is_finished else forget_damaged(folder, header)
         log.info("extract: %s is open again: %s", folder, "; ".join(found) or "no shard is damaged")
 
 

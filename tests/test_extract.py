@@ -1,13 +1,10 @@
-"""Extraction: rows that line up with the target's own predictions, and a store that is the same however it was made."""
+"""Extraction: rows that line up with the target's own predictions, estimates, and targets that processes share."""
 
 import json
 import logging
 import os
 import random
 import shutil
-import signal
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,20 +13,14 @@ import pytest
 import torch
 from accelerate import Accelerator, debug_launcher
 from accelerate.state import AcceleratorState
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 import data.estimate as estimate_module
 import data.extract as extract_module
-import data.extraction as extraction_module
-import data.shards as shards_module
-import models.files as files_module
 import models.target as target_module
-from data.chat import RenderedChat, Supervise
-from data.extract import ExtractConfig, extract
-from data.inspect import verify
-from data.responses import ChatOptions, RenderedRecord, Responses, batches_by_length
+from data.chat import RenderedChat
+from data.extract import extract
+from data.responses import RenderedRecord, batches_by_length
 from data.run import start_processes
 from data.store import FeatureStore, supervised_rows
 from models.target import (
@@ -42,88 +33,26 @@ from models.target import (
     load_target,
 )
 from tests.conftest import (
-    counting_chat,
     extracted,
     files_of,
     make_store,
     planted_fault,
-    run_killed,
     tiny_header,
     tiny_tokenizer,
 )
+from tests.extraction_cases import (  # noqa: F401 (fixtures among them)
+    NUM_CHATS,
+    RECORDS_PER_SHARD,
+    Run,
+    chats_config,
+    chats_of,
+    config_of,
+    rendered,
+    run,
+    wanted,
+    write_responses,
+)
 from tests.tiny_families import FAMILIES, VOCAB_SIZE, build
-
-NUM_CHATS = 10
-RECORDS_PER_SHARD = 4
-
-
-def write_responses(path: Path, chats: list[list[dict[str, str]]]) -> None:
-    lines = [
-        {"id": f"chat-{index}", "messages": chat, "finish_reason": "length" if index % 4 == 3 else "stop"}
-        for index, chat in enumerate(chats)
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def chats_of(seed: int, count: int = NUM_CHATS) -> list[list[dict[str, str]]]:
-    rng = random.Random(seed)
-    return [counting_chat(rng) for _ in range(count)]
-
-
-def config_of(folder: Path, **changes: Any) -> ExtractConfig:
-    """Three shards of ragged chats, several batches a shard."""
-    responses = folder / "responses.jsonl"
-    if not responses.exists():
-        write_responses(responses, chats_of(1))
-    base = ExtractConfig(
-        name="tiny",
-        output_dir=str(folder),
-        responses=str(responses),
-        captured=str(folder / "captured"),
-        store=str(folder / "store"),
-        target=None,
-        chats=chats_config(),
-        feature_dtype="float32",
-        last_hidden_dtype="float32",
-        records_per_shard=RECORDS_PER_SHARD,
-        tokens_per_batch=60,
-        repair=False,
-        verify=False,
-        verify_records=4,
-        stats=False,
-        preview=0,
-    )
-    return replace(base, **changes)
-
-
-def chats_config(**changes: Any) -> ChatOptions:
-    return replace(ChatOptions(Supervise.all, max_length=64, min_supervised_tokens=2), **changes)
-
-
-def rendered(config: ExtractConfig) -> list[RenderedRecord]:
-    responses = Responses(
-        config.responses, tiny_tokenizer(), config.chats, thinking=None, context=512, records_per_shard=100
-    )
-    return responses.shard(0).records
-
-
-Run = Callable[[ExtractConfig], None]
-
-
-@pytest.fixture
-def run(tiny_target: Target, tiny_target_config: TargetConfig, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(extraction_module, "POLL_SECONDS", 0.02)
-    return lambda config: extract(config, tiny_target_config, Accelerator(cpu=True), lambda *_, **__: tiny_target)
-
-
-@pytest.fixture(scope="module")
-def wanted(
-    tmp_path_factory: pytest.TempPathFactory, tiny_target: Target, tiny_target_config: TargetConfig
-) -> dict[str, bytes]:
-    """Files of the store that an undisturbed run makes."""
-    config = config_of(tmp_path_factory.mktemp("undisturbed"))
-    extract(config, tiny_target_config, Accelerator(cpu=True), lambda *_, **__: tiny_target)
-    return files_of(Path(config.store))
 
 
 def test_a_ragged_batch_equals_one_by_one(tiny_target: Target, tmp_path: Path) -> None:
@@ -219,203 +148,6 @@ def test_equal_work_gives_equal_bytes(run: Run, tmp_path: Path, wanted: dict[str
     assert set(wanted) == {"manifest.json", *(f"shard-0000{index}.safetensors" for index in range(3))}
 
 
-def resume(config: ExtractConfig, run: Run, num_processes: int) -> None:
-    """Run to the end, in processes that know of each other only through the store."""
-    children = []
-    for _ in range(num_processes):
-        if (child := os.fork()) == 0:
-            status = 1
-            try:
-                run(config)
-                status = 0
-            finally:
-                os._exit(status)
-        children.append(child)
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * num_processes
-
-
-KillAt = tuple[Any, str, int]
-
-
-def kill_and_resume(run: Run, config: ExtractConfig, kill_at: KillAt, *, before: bool, num_processes: int) -> bool:
-    """False where the run ended before its kill came."""
-    code = run_killed(lambda: run(config), kill_at=kill_at, before=before)
-    assert code in (0, -9)
-    resume(config, run, num_processes)
-    return code == -9
-
-
-@pytest.mark.parametrize(
-    ("kill_at", "before", "num_processes"),
-    [
-        ((files_module, "fsync", 1), True, 1),  # before the first shard is on disk
-        ((Path, "replace", 1), False, 2),  # between a shard and its sidecar
-        ((Path, "replace", 7), True, 1),  # before the manifest
-    ],
-)
-def test_a_killed_run_resumes_to_the_same_bytes(
-    run: Run, tmp_path: Path, wanted: dict[str, bytes], kill_at: KillAt, before: bool, num_processes: int
-) -> None:
-    config = config_of(tmp_path)
-    assert kill_and_resume(run, config, kill_at, before=before, num_processes=num_processes)
-    assert files_of(Path(config.store)) == wanted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_processes", [1, 2])
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (files_module, "fsync"),
-        (Path, "replace"),
-        (Path, "unlink"),
-        (Path, "chmod"),
-        (shards_module, "save_file"),
-        (Path, "write_text"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_run_killed_around_any_write_resumes_to_the_same_bytes(
-    run: Run, tmp_path: Path, wanted: dict[str, bytes], owner: Any, name: str, before: bool, num_processes: int
-) -> None:
-    call, killed = 1, True
-    while killed:
-        folder = tmp_path / str(call)
-        folder.mkdir()
-        config = config_of(folder)
-        killed = kill_and_resume(run, config, (owner, name, call), before=before, num_processes=num_processes)
-        assert files_of(Path(config.store)) == wanted, call
-        call += 1
-    assert call > 3
-
-
-def slow_save(tensors: dict[str, Tensor], path: Path, **options: Any) -> None:
-    """A slow disk: the file grows in pieces."""
-    whole = path.with_suffix(".whole")
-    save_file(tensors, whole, **options)
-    content = whole.read_bytes()
-    whole.unlink()
-    with path.open("wb", buffering=0) as file:
-        for start in range(0, len(content), 1 + len(content) // 20):
-            file.write(content[start : start + 1 + len(content) // 20])
-            time.sleep(0.005)
-
-
-def kill_at_random(run: Run, config: ExtractConfig, delay: float) -> bool:
-    """Kill a run on a slow disk after `delay` seconds; True where a shard was half written then."""
-    child = os.fork()
-    if child == 0:
-        try:
-            shards_module.save_file = slow_save
-            run(config)
-        finally:
-            os._exit(0)
-    time.sleep(delay)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return any(is_half_written(path) for path in Path(config.store).glob(".shard-*.tmp"))
-
-
-def is_half_written(path: Path) -> bool:
-    try:
-        with safe_open(path, framework="pt"):
-            return False
-    except (SafetensorError, ValueError):
-        return path.stat().st_size > 0
-
-
-def kills_at_random(run: Run, tmp_path: Path, wanted: dict[str, bytes], num_kills: int) -> int:
-    """How many of the kills came in the middle of a write; each is resumed and compared."""
-    rng, num_half = random.Random(0), 0
-    for kill in range(num_kills):
-        folder = tmp_path / str(kill)
-        folder.mkdir()
-        config = config_of(folder)
-        num_half += kill_at_random(run, config, rng.uniform(0.05, 0.45))
-        resume(config, run, num_processes=1 + kill % 2)
-        assert files_of(Path(config.store)) == wanted, kill
-    return num_half
-
-
-def test_three_kills_at_random_times_change_no_byte(run: Run, tmp_path: Path, wanted: dict[str, bytes]) -> None:
-    kills_at_random(run, tmp_path, wanted, 3)
-
-
-@pytest.mark.slow
-def test_twenty_kills_at_random_times_change_no_byte_and_a_quarter_cut_a_write(
-    run: Run, tmp_path: Path, wanted: dict[str, bytes]
-) -> None:
-    assert kills_at_random(run, tmp_path, wanted, 20) >= 5
-
-
-def test_a_run_that_is_asked_to_stop_ends_with_whole_shards(
-    run: Run, tmp_path: Path, wanted: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = config_of(tmp_path)
-    right = extraction_module.extract_records
-
-    def terminated(*arguments: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return right(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(extraction_module, "extract_records", terminated)
-        run(config)
-    names = {path.name for path in Path(config.store).iterdir()}
-    assert names == {".claims", "shard-00000.json", "shard-00000.safetensors"}, "the shard in progress, and no other"
-    run(config)
-    assert files_of(Path(config.store)) == wanted
-
-
-@pytest.fixture
-def saved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the shard files that are written from now on."""
-    names: list[str] = []
-    save = shards_module.save_file
-
-    def recorded(tensors: dict[str, Tensor], path: Path, **options: Any) -> None:
-        names.append(path.name)
-        save(tensors, path, **options)
-
-    monkeypatch.setattr(shards_module, "save_file", recorded)
-    return names
-
-
-def test_finished_shards_are_not_made_again(
-    run: Run, tmp_path: Path, saved: list[str], wanted: dict[str, bytes]
-) -> None:
-    config = config_of(tmp_path)
-    assert run_killed(lambda: run(config), kill_at=(shards_module, "save_file", 3)) == -9
-    run(config)
-    assert saved == [".shard-00002.safetensors.tmp"]
-    assert files_of(Path(config.store)) == wanted
-
-
-def test_changed_responses_make_only_the_changed_shards_again(run: Run, tmp_path: Path, saved: list[str]) -> None:
-    config = config_of(tmp_path)
-    assert run_killed(lambda: run(config), kill_at=(Path, "replace", 7)) == -9  # all shards, no manifest
-    chats = chats_of(1)
-    chats[5] = chats_of(2)[0]
-    write_responses(Path(config.responses), chats)
-    run(config)
-    assert saved == [".shard-00001.safetensors.tmp"]
-    fresh = replace(config, store=str(tmp_path / "fresh"))
-    run(fresh)
-    assert files_of(Path(config.store)) == files_of(Path(fresh.store))
-
-
-def test_shards_of_responses_that_are_gone_do_not_stay(run: Run, tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    assert run_killed(lambda: run(config), kill_at=(Path, "replace", 7)) == -9
-    write_responses(Path(config.responses), chats_of(1)[:RECORDS_PER_SHARD])
-    run(config)
-    assert FeatureStore(Path(config.store)).ids == [f"chat-{index}" for index in range(RECORDS_PER_SHARD)]
-    fresh = replace(config, store=str(tmp_path / "fresh"))
-    run(fresh)
-    assert files_of(Path(config.store)) == files_of(Path(fresh.store))
-
-
 def test_responses_that_hold_nothing_are_refused(run: Run, tmp_path: Path) -> None:
     config = config_of(tmp_path)
     path = Path(config.responses)
@@ -431,29 +163,6 @@ def test_responses_that_hold_nothing_are_refused(run: Run, tmp_path: Path) -> No
     assert not Path(config.store).exists()
 
 
-def test_a_finished_store_is_kept_for_its_own_target_only(
-    run: Run, tmp_path: Path, tiny_target: Target, tiny_target_config: TargetConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = config_of(tmp_path)
-    run(config)
-    before = files_of(Path(config.store))
-    run(config)
-    assert files_of(Path(config.store)) == before
-    with pytest.raises(ValueError, match="exists with another feature_dtype"):
-        run(replace(config, feature_dtype="bf16"))
-    for changes, word in (({"layer_ids": (0, 3)}, "layer_ids"), ({"thinking": True}, "chats")):
-        with pytest.raises(ValueError, match=f"exists with another {word}"):
-            extract(config, replace(tiny_target_config, **changes), Accelerator(cpu=True), lambda *_, **__: tiny_target)
-    with monkeypatch.context() as patch:
-        patch.setattr(extract_module, "target_identity", lambda _config: TargetIdentity("tiny", "0" * 64, "0" * 64))
-        with pytest.raises(ValueError, match="exists with another target"):
-            run(config)
-    write_responses(Path(config.responses), chats_of(2))
-    with pytest.raises(ValueError, match=r"made from other responses: `repair=true`"):
-        run(config)
-    assert files_of(Path(config.store)) == before
-
-
 def test_long_chats_are_cut_and_short_ones_left_out(run: Run, tmp_path: Path) -> None:
     config = config_of(tmp_path, chats=chats_config(max_length=14, min_supervised_tokens=9))
     whole = rendered(replace(config, chats=chats_config()))
@@ -465,104 +174,6 @@ def test_long_chats_are_cut_and_short_ones_left_out(run: Run, tmp_path: Path) ->
     assert [record.input_ids.tolist() for record in (store[i] for i in range(len(store)))] == [
         record.chat.input_ids[:14] for record in kept
     ]
-
-
-def damage(store: Path, kind: str) -> str:
-    """Damage shard 1 or the manifest; returns what the error must say."""
-    path = store / "shard-00001.safetensors"
-    content = bytearray(path.read_bytes())
-    if kind == "missing":
-        path.unlink()
-        return r"shard-00001\.safetensors is missing"
-    if kind == "truncated":
-        path.write_bytes(content[:-7])
-        return r"shard-00001\.safetensors is truncated"
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    return r"shard-00001\.safetensors is damaged"
-
-
-@pytest.mark.parametrize("kind", ["flipped", "truncated", "missing"])
-def test_a_damaged_shard_is_named_and_only_it_is_made_again(
-    run: Run,
-    tmp_path: Path,
-    wanted: dict[str, bytes],
-    kind: str,
-    tiny_target_config: TargetConfig,
-    saved: list[str],
-) -> None:
-    config = config_of(tmp_path)
-    run(config)
-    assert "every checksum is right" in verify(config, tiny_target_config, Accelerator(cpu=True))
-    message = damage(Path(config.store), kind)
-    with pytest.raises(ValueError, match=message) as error:
-        verify(config, tiny_target_config, Accelerator(cpu=True))
-    assert "repair=true" in str(error.value) and "shard-00000" not in str(error.value)
-    saved.clear()
-    run(replace(config, repair=True))
-    assert saved == [".shard-00001.safetensors.tmp"]
-    assert files_of(Path(config.store)) == wanted
-
-
-@pytest.mark.parametrize(("owner", "name"), [(Path, "replace"), (Path, "unlink")])
-def test_a_repair_that_is_killed_loses_nothing(
-    run: Run, tmp_path: Path, wanted: dict[str, bytes], owner: Any, name: str
-) -> None:
-    config = config_of(tmp_path)
-    run(config)
-    whole = files_of(Path(config.store))
-    call = 1
-    while True:
-        shutil.rmtree(config.store)
-        Path(config.store).mkdir()
-        for file, content in whole.items():
-            (Path(config.store) / file).write_bytes(content)
-        damage(Path(config.store), "flipped")
-        code = run_killed(lambda: run(replace(config, repair=True)), kill_at=(owner, name, call))
-        run(replace(config, repair=True))
-        assert files_of(Path(config.store)) == wanted, call
-        if code == 0:
-            break
-        call += 1
-    assert call > 3
-
-
-def test_repair_makes_only_shards_of_changed_responses(run: Run, tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    run(config)
-    before = {path.name: path.stat().st_mtime_ns for path in Path(config.store).glob("shard-*")}
-    chats = chats_of(1)
-    chats[5] = chats_of(2)[0]
-    write_responses(Path(config.responses), chats)
-    run(replace(config, repair=True))
-    after = {path.name: path.stat().st_mtime_ns for path in Path(config.store).glob("shard-*")}
-    assert [name for name in sorted(after) if after[name] != before[name]] == ["shard-00001.safetensors"]
-    fresh = replace(config, store=str(tmp_path / "fresh"))
-    run(fresh)
-    assert files_of(Path(config.store)) == files_of(Path(fresh.store))
-
-
-def test_verify_notices_states_that_the_target_does_not_compute(
-    run: Run, tmp_path: Path, tiny_target_config: TargetConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Checksums are right, as the wrong values were hashed."""
-    right = Target.forward_whole
-
-    def off(target: Target, input_ids: Tensor) -> TargetOutput:
-        output = right(target, input_ids)
-        return replace(output, features=output.features.roll(1, dims=1))
-
-    for dtype in ("float32", "bf16", "fp8", "nf4"):
-        config = config_of(tmp_path, store=str(tmp_path / dtype), feature_dtype=dtype)
-        with monkeypatch.context() as patch:
-            patch.setattr(Target, "forward_whole", off)
-            run(config)
-        with pytest.raises(ValueError, match="features deviate from the target's own"):
-            verify(config, tiny_target_config, Accelerator(cpu=True))
-        verify(replace(config, verify_records=0), tiny_target_config, Accelerator(cpu=True))
-        shutil.rmtree(config.store)
-        run(config)
-        assert "4 chats computed again" in verify(config, tiny_target_config, Accelerator(cpu=True))
 
 
 def test_the_estimate_is_near_what_is_written(
@@ -603,6 +214,27 @@ def test_equal_ids_are_named_before_anything_is_computed(run: Run, tmp_path: Pat
     assert not Path(config.store).exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"id": "chat-1/2"}, r"ids 'chat-1' and 'chat-1/2' may clash"),
+        ({"finish_reason": "eos"}, r"responses\.jsonl:10: finish_reason must be one of .* got 'eos'"),
+        ({"messages": [{"role": "user", "content": "1"}]}, r"responses\.jsonl:10: nothing to learn without"),
+        ({"id": ["a"]}, r"responses\.jsonl:10: id must be a text or a number"),
+    ],
+)
+def test_records_that_would_stop_the_work_later_are_named_at_once(
+    run: Run, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    config = config_of(tmp_path)
+    lines = [json.loads(line) for line in Path(config.responses).read_text().splitlines()]
+    lines[-1] |= changes
+    Path(config.responses).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match=message):
+        run(config)
+    assert not Path(config.store).exists()
+
+
 def test_a_chat_beyond_the_context_is_cut_there(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = config_of(tmp_path, chats=chats_config(max_length=4096))
     words = " ".join("1" for _ in range(600))
@@ -635,62 +267,6 @@ def test_batches_hold_every_record_once_within_their_size() -> None:
     assert sorted(index for batch in batches for index in batch) == list(range(200))
     assert all(len(batch) * max(lengths[index] for index in batch) <= 64 for batch in batches)
     assert list(batches_by_length([100], tokens_per_batch=64)) == [[0]], "a record longer than a batch is its own"
-
-
-@pytest.mark.parametrize("num_chats", [NUM_CHATS, RECORDS_PER_SHARD])
-def test_two_processes_make_the_bytes_of_one(
-    run: Run, tmp_path: Path, tiny_target: Target, tiny_target_config: TargetConfig, num_chats: int
-) -> None:
-    """Also where there are fewer shards than processes."""
-    config = config_of(tmp_path)
-    write_responses(Path(config.responses), chats_of(1, num_chats))
-    alone = replace(config, store=str(tmp_path / "alone"))
-    run(alone)
-    AcceleratorState._reset_state(reset_partial_state=True)  # the children must not inherit a world of one
-
-    def work() -> None:
-        accelerator = start_processes(os.environ)
-        (tmp_path / f"rank{accelerator.process_index}").write_text(str(accelerator.num_processes))
-        extract(config, tiny_target_config, accelerator, lambda *_, **__: tiny_target)
-
-    debug_launcher(work, num_processes=2)
-    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["2", "2"]
-    assert files_of(Path(config.store)) == files_of(Path(alone.store))
-
-
-def test_a_process_that_dies_leaves_its_shards_to_the_others(
-    run: Run, tmp_path: Path, wanted: dict[str, bytes]
-) -> None:
-    """One is stuck in its first shard and has claimed the next; another does the rest, waits, and takes over."""
-    config, is_stuck = config_of(tmp_path), tmp_path / "is_stuck"
-    stuck = os.fork()
-    if stuck == 0:
-        extraction_module.extract_records = lambda *_: (is_stuck.touch(), time.sleep(60))
-        run(config)
-        os._exit(1)
-    try:
-        wait_until(is_stuck.is_file)
-        other = os.fork()
-        if other == 0:
-            try:
-                run(config)
-            finally:
-                os._exit(0)
-        wait_until((Path(config.store) / "shard-00002.json").is_file)
-        time.sleep(0.2)
-        assert not (Path(config.store) / "manifest.json").exists(), "two shards are still held"
-    finally:
-        os.kill(stuck, signal.SIGKILL)
-        os.waitpid(stuck, 0)
-    os.waitpid(other, 0)
-    assert files_of(Path(config.store)) == wanted
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_target_that_two_processes_share_gives_the_features_of_one(

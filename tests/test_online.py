@@ -19,7 +19,7 @@ from data.store import FeatureStore
 from models.base import DraftBatch
 from models.target import Target, TargetConfig, TargetIdentity
 from tests.conftest import build_dspark, planted_fault, tiny_tokenizer
-from tests.test_extract import chats_config, config_of, write_responses
+from tests.extraction_cases import chats_config, config_of, write_responses
 from tests.test_train import OnlineConfig, train_config
 from train.setup import open_features
 from train.trainer import train

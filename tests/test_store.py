@@ -366,3 +366,18 @@ def test_worker_processes_read_the_same_records(tmp_path: Path) -> None:
     loader = DataLoader(store, batch_size=None, num_workers=2, multiprocessing_context="fork")  # type: ignore[arg-type]
     for found, wanted in zip(loader, records, strict=True):
         assert_equal(found, wanted)
+
+
+def test_a_hundred_thousand_shards_are_no_limit(tmp_path: Path) -> None:
+    infos = [write(tmp_path, index, [make_record(index)]) for index in (99_998, 99_999, 100_000)]
+    publish(tmp_path, HEADER, infos, "r" * 64)
+    assert FeatureStore(tmp_path).ids == [f"chat-{index}é" for index in (99_998, 99_999, 100_000)]
+
+
+def test_only_so_many_shards_are_mapped_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data.store.MAX_OPEN_SHARDS", 2)
+    records = make_store(tmp_path, num_shards=4)
+    store = FeatureStore(tmp_path)
+    for index in (0, 4, 8, 11, 1, 5):
+        assert_equal(store[index], records[index])
+        assert len(store._opened) <= 2

@@ -3,7 +3,7 @@
 import json
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -114,15 +114,23 @@ def response_line(chat: Conversation, sampling: Mapping[str, Any]) -> dict[str, 
     return {**line, "finish_reason": chat.finish_reason, "sampling": sampling}
 
 
-def check_responses(lines: Sequence[dict[str, Any]], sampling: Mapping[str, Any], path: Path) -> set[str]:
-    """Ids already answered. Raises ValueError when they were sampled with other options."""
-    for line in lines:
+def check_responses(lines: Iterable[tuple[int, dict[str, Any]]], sampling: Mapping[str, Any], path: Path) -> set[str]:
+    """Ids already answered, of numbered lines. Raises ValueError when they were sampled with other options, and for
+    lines that are no answers of generate.py."""
+    ids: set[str] = set()
+    for number, line in lines:
+        if not isinstance(line, dict) or not isinstance(line.get("id"), str) or "sampling" not in line:
+            raise ValueError(
+                f"{path}:{number} has no `id` and `sampling` as answers of generate.py have, so none can be added to "
+                "this file: choose another responses= file (extract.py takes this one as it is)"
+            )
         if line["sampling"] != sampling:
             raise ValueError(
                 f"responses={path} holds answers with sampling {line['sampling']}, asked for is {sampling}: "
                 "choose another responses= file or remove this one"
             )
-    return {line["id"] for line in lines}
+        ids.add(line["id"])
+    return ids
 
 
 class Failures:
@@ -130,9 +138,11 @@ class Failures:
 
     def __init__(self, responses: Path, chats: Iterable[Conversation]) -> None:
         self.path = responses.with_name(f"{responses.stem}.failed.jsonl")
+        self.responses = responses
         asked = {chat.prompt.id for chat in chats}
         # A run that is stopped early has not asked all of them again.
         self.lines = {line["id"]: line for line in read_lines(self.path, repair=False) if line["id"] in asked}
+        self.known = frozenset(self.lines)
 
     def update(self, record_id: str, error: RequestError | None) -> None:
         """What came of the newest attempt: its error, or none."""
@@ -151,3 +161,16 @@ class Failures:
             len(self.lines),
             self.path,
         )
+
+    def check(self, num_answered: int) -> None:
+        """Raises ValueError when this run asked in vain: nothing was answered and something failed.
+
+        What failed before beside answers may fail for ever, so to find just that again is no error.
+        """
+        is_news = not self.responses.is_file() or not self.known.issuperset(self.lines)
+        if self.lines and num_answered == 0 and is_news:
+            first = next(iter(self.lines.values()))
+            raise ValueError(
+                f"none of {len(self.lines)} prompts could be answered, {self.path} says why; the first, {first['id']}: "
+                f"{first['error']}"
+            )

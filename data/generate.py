@@ -24,7 +24,7 @@ from data.capture import (
 from data.conversation import Conversation, Failures, Rendering, check_responses, questions, response_line
 from data.mixing import MixOptions, mix, write_heldout
 from data.prompts import Prompt, SourcePrompt, builtin_prompts, read_source
-from data.run import StopRequest, append_lines, read_lines
+from data.run import StopRequest, append_lines, iter_lines
 from data.server import ServerOptions, Servers, answer_all, request_body
 from models.sampling import Purpose, Sampler, SamplingConfig
 from models.spec import TargetSpec
@@ -125,7 +125,7 @@ def generate(
             num_tokens += sum(chat.num_new_tokens for chat in batch)
             progress.update(len(batch))
             progress.set_postfix_str(f"{num_tokens / (time.perf_counter() - began):.0f} tokens/s")
-    log_shortened(chats)
+    log_shortened(sum(chat.lacks_room for chat in chats))
 
 
 def generate_by_servers(
@@ -133,13 +133,14 @@ def generate_by_servers(
 ) -> None:
     """Like `generate`, by the servers of `server=`; prompts without an answer are listed in `<responses>.failed.jsonl`.
 
-    Raises ValueError when servers cannot be used or are all gone; what was answered stays.
+    Raises ValueError when servers cannot be used or are all gone and when no prompt could be answered; what was answered
+    stays.
     """
     if config.capture is not None:
         raise ValueError(
             f"capture={config.capture} keeps features of a target that runs here: set it null with server="
         )
-    path, answered = Path(config.responses), list[Conversation]()
+    path, num_answered, num_shortened = Path(config.responses), 0, 0
     rendering = Rendering(tokenizer, thinking, spec.max_position_embeddings - config.max_new_tokens)
     with Servers(config) as servers:
         sampling = sampling_of(config, thinking, server_model=servers.model)
@@ -151,15 +152,18 @@ def generate_by_servers(
                 for outcomes in answer_all(servers, chats, answer, stop):
                     finished = [chat for chat, error in outcomes if error is None]
                     append_lines(path, [response_line(chat, sampling) for chat in finished])
-                    answered += finished
+                    num_answered += len(finished)
+                    num_shortened += sum(chat.lacks_room for chat in finished)
                     for chat, error in outcomes:
                         failures.update(chat.prompt.id, error)
                     progress.update(len(outcomes))
         finally:
             failures.write()
     if stop.received:
-        log.info(STOPPED, len(answered), len(chats))
-    log_shortened(answered)
+        log.info(STOPPED, num_answered, len(chats))
+    else:
+        failures.check(num_answered)
+    log_shortened(num_shortened)
 
 
 def ask_servers(chat: Conversation, *, servers: Servers, config: GenerateConfig, rendering: Rendering) -> None:
@@ -199,7 +203,7 @@ def open_chats(config: GenerateConfig, rendering: Rendering, sampling: dict[str,
         lambda prompt, regenerate: len(rendering.ids(prompt, questions(prompt, regenerate)[0])),
         names=source_names(config.prompts),
     )
-    done = check_responses(read_lines(path, repair=True), sampling, path)
+    done = check_responses(iter_lines(path, repair=True), sampling, path)
     if both := done & {prompt.id for prompt in mixture.heldout}:
         raise ValueError(
             f"responses={path} holds answers to {len(both)} prompts that are held out now, {min(both)} among them: "
@@ -230,8 +234,8 @@ def check_chat(chat: Conversation, rendering: Rendering, max_new_tokens: int) ->
     return num_tokens
 
 
-def log_shortened(chats: Sequence[Conversation]) -> None:
-    if count := sum(chat.lacks_room for chat in chats):
+def log_shortened(count: int) -> None:
+    if count:
         log.info("generate: %d chats end before a user turn that would leave no room for its answer", count)
 
 

@@ -177,7 +177,7 @@ def text_of(messages: Sequence[Message]) -> str:
 def drop_duplicates(
     parts: Sequence[Sequence[Prompt]], regenerate: Regenerate, left_out: Counter[str], *, heldout: Iterable[Prompt]
 ) -> list[list[Prompt]]:
-    """Without prompts whose text an earlier one has, in any part, or which ask first what a prompt of `heldout` does."""
+    """Without prompts whose text an earlier one of any part has, or that ask first what a prompt of `heldout` does."""
     asked = {_digest(first_text(prompt, regenerate)) for prompt in heldout}
     seen: set[bytes] = set()
     kept: list[list[Prompt]] = []

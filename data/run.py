@@ -140,43 +140,50 @@ def git_commit() -> str:
 
 
 def read_lines(path: Path, *, repair: bool) -> list[dict[str, Any]]:
-    """Records of an append-only JSONL, but for a last line torn by a crash; `repair` makes the file fit to append to.
+    """All records of `iter_lines` at once, for files that are small."""
+    return [record for _, record in iter_lines(path, repair=repair)]
 
-    A last line that only lacks its newline counts: editors leave such files. Raises ValueError that names a bad line.
+
+def iter_lines(path: Path, *, repair: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers from 1 and records of an append-only JSONL, but for a last line torn by a crash; one at a time.
+
+    With `repair` the file is fit to append to once the last record was taken. A last line that only lacks its newline
+    counts: editors leave such files. Raises ValueError that names a bad line.
     """
     if not path.is_file():
-        return []
-    content = path.read_bytes()
-    lines = content.split(b"\n")
-    last = lines.pop()
-    torn = not _is_json(last)
-    if not torn:
-        lines.append(last)
-    if repair and last:
-        with path.open("r+b") as file:
-            if torn:
-                file.truncate(len(content) - len(last))
-            else:
-                file.seek(0, os.SEEK_END)
-                file.write(b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-    for number, line in enumerate(lines, start=1):
-        if line.strip() and not _is_json(line):
-            raise ValueError(f"{path}:{number} is not valid JSON: correct or remove the line")
-    return [json.loads(line) for line in lines if line.strip()]
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            is_whole = line.endswith(b"\n")
+            if is_whole and not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                if is_whole:
+                    raise ValueError(f"{path}:{number} is not valid JSON: correct or remove the line") from error
+                if repair:
+                    _mend(path, file.tell() - len(line), b"")
+                return
+            if repair and not is_whole:
+                _mend(path, file.tell(), b"\n")
+            yield number, record
 
 
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
+def _mend(path: Path, size: int, end: bytes) -> None:
+    """Cut the file to `size` bytes and write `end` after them."""
+    with path.open("r+b") as file:
+        file.truncate(size)
+        file.seek(size)
+        file.write(end)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def append_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Append records and fsync, so that what was reported as done survives a crash."""
+    """Append records and fsync, so that what was reported as done survives a crash; no records make no file."""
+    if not records:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)

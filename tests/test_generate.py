@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import signal
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import data.generate as generate_module
 from data.conversation import Regenerate
 from data.generate import BuiltinPrompts, GenerateConfig, answer_batch, generate
 from data.prompts import read_prompts
-from data.run import append_lines, read_lines
+from data.run import append_lines, iter_lines, read_lines
 from eval.decode import DecodeConfig, decode
 from eval.schedule import Schedule, ScheduleName
 from eval.verify import Rule
@@ -202,6 +203,42 @@ def test_a_file_without_a_final_newline_loses_no_whole_record(tmp_path: Path) ->
     assert read_lines(path, repair=True) == [{"id": "a"}, {"id": "b"}]
     append_lines(path, [{"id": "é"}])
     assert read_lines(path, repair=True) == [{"id": "a"}, {"id": "b"}, {"id": "é"}]
+
+
+def test_a_file_of_answers_is_read_line_by_line(tmp_path: Path) -> None:
+    """A resumed run reads gigabytes; the highest memory is that of some lines."""
+    path = tmp_path / "responses.jsonl"
+    path.write_text("".join(json.dumps({"id": f"r{i}", "text": "x" * 10_000}) + "\n" for i in range(1000)) + '{"id": "')
+    tracemalloc.start()
+    numbered = [(number, record["id"]) for number, record in iter_lines(path, repair=True)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert numbered == [(i + 1, f"r{i}") for i in range(1000)]
+    assert peak < 1_000_000 < path.stat().st_size
+    assert path.read_bytes().endswith(b'"}\n'), "the torn line is gone"
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_bad_line_that_is_not_the_last_is_named_and_stays(tmp_path: Path, torn: bool) -> None:
+    path = tmp_path / "responses.jsonl"
+    path.write_text('{"id": "a"}\n\n{"id"\n{"id": "b"}' + ("" if torn else "\n"))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"responses.jsonl:3 is not valid JSON"):
+        read_lines(path, repair=True)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "line", [{"id": "a", "messages": []}, {"sampling": {}}, {"id": 3, "sampling": {}}, ["a"]], ids=json.dumps
+)
+def test_a_file_that_generate_did_not_write_is_one_error_that_names_the_line(
+    tiny_target: Target, tmp_path: Path, line: Any
+) -> None:
+    config = config_of(tmp_path)
+    run(config, tiny_target)
+    append_lines(Path(config.responses), [line])
+    with pytest.raises(ValueError, match=r"responses.jsonl:11 has no `id` and `sampling` .* choose another responses="):
+        run(config, tiny_target)
 
 
 @pytest.mark.parametrize("changes", [{"max_new_tokens": 8}, {"sampling": SAMPLED}, {"regenerate": Regenerate.all}])

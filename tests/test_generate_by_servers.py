@@ -177,14 +177,39 @@ def test_failures_are_written_aside_tried_again_and_leave_the_file_when_they_pas
     assert not (tmp_path / "responses.failed.jsonl").exists()
 
 
+def test_a_run_in_which_no_prompt_could_be_answered_is_one_error_and_leaves_no_responses(
+    serve: Callable[..., ChatServer], tiny_target: Target, tmp_path: Path
+) -> None:
+    bad = {str(i): refused(400, "too odd") for i in range(3)}
+    server = serve(lambda body, number: bad.get(body["messages"][-1]["content"]) or echo(body, number))
+    config = numbered_config(tmp_path, server.url, 3, concurrency=1)
+    for _ in range(2):
+        with pytest.raises(ValueError) as caught:
+            run_by_servers(config, tiny_target)
+        assert str(caught.value) == (
+            f"none of 3 prompts could be answered, {tmp_path}/responses.failed.jsonl says why; the first, r0: "
+            f"{server.url}: status 400, too odd"
+        )
+        assert set(failed(config)) == {"r0", "r1", "r2"} and not Path(config.responses).exists()
+    del bad["2"]
+    run_by_servers(config, tiny_target)
+    run_by_servers(config, tiny_target)
+    assert set(failed(config)) == {"r0", "r1"}, "what fails for ever beside answers is no error each time"
+    bad |= {str(i): refused(503) for i in range(3, 9)}
+    with pytest.raises(ValueError, match="none of 8 prompts could be answered"):
+        run_by_servers(numbered_config(tmp_path, server.url, 9), tiny_target)
+    assert set(answers_of(config)) == {"r2"}
+
+
 def test_a_retry_and_a_resumed_run_ask_the_same(
     serve: Callable[..., ChatServer], tiny_target: Target, tmp_path: Path
 ) -> None:
     sampling = SamplingConfig(0.7, 0, 0.9, 0.0, 3)
     server = serve(lambda _body, _number: refused(503))
     config = numbered_config(tmp_path, server.url, 2, sampling=sampling, max_attempts=2)
-    run_by_servers(config, tiny_target)
-    run_by_servers(config, tiny_target)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="none of 2 prompts could be answered"):
+            run_by_servers(config, tiny_target)
     assert len(server.bodies) == 8
     assert len({json.dumps(body, sort_keys=True) for body in server.bodies}) == 2
     assert len({body["seed"] for body in server.bodies}) == 2

@@ -133,8 +133,8 @@ def generate_by_servers(
 ) -> None:
     """Like `generate`, by the servers of `server=`; prompts without an answer are listed in `<responses>.failed.jsonl`.
 
-    Raises ValueError when servers cannot be used or are all gone and when no prompt could be answered; what was answered
-    stays.
+    Raises ValueError when servers cannot be used or are all gone, and when no prompt could be answered; what was
+    answered stays.
     """
     if config.capture is not None:
         raise ValueError(

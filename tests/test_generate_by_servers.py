@@ -169,7 +169,8 @@ def test_failures_are_written_aside_tried_again_and_leave_the_file_when_they_pas
     assert set(failed(config)) == {"r7"}
     run_by_servers(replace(config, num_prompts=7), tiny_target)
     assert not failed(config), "r7 is not asked any more"
-    run_by_servers(config, tiny_target)
+    with pytest.raises(ValueError, match="none of 1 prompts could be answered"):
+        run_by_servers(config, tiny_target)
     assert set(failed(config)) == {"r7"}
     bad.clear()
     run_by_servers(config, tiny_target)

@@ -87,6 +87,7 @@ class Extraction:
 
     def run(self, claims: Claims, stop: StopRequest, *, show: bool) -> bool:
         """Make shards until none is left; False where `stop` came first. Each group begins elsewhere."""
+        self._finished.clear()  # looked up before this process had joined the job
         todo = self.unfinished()
         begin = len(todo) * self.group.index // self.group.num_groups
         todo = todo[begin:] + todo[:begin]

@@ -154,7 +154,9 @@ class Harness:
     def _choose_length(self, subject: Subject) -> LengthChoice:
         """Measured once per drafter, batch size and machine state, and kept."""
         assert subject.drafter is not None, "auto needs a drafter"
-        path = self.folder / f"length_choice_batch{self.config.batch_size}_{subject.fingerprint[:12]}.json"
+        rounding = "" if self.config.feature_dtype is None else f"_{self.config.feature_dtype}"
+        name = f"length_choice_batch{self.config.batch_size}{rounding}_{subject.fingerprint[:12]}.json"
+        path = self.folder / name
         if path.is_file():
             return LengthChoice(**read_json(path))
         sample = self._render(self.prompts["main"][: self.config.batch_size])

@@ -145,11 +145,11 @@ def generate_by_servers(
     with Servers(config) as servers:
         sampling = sampling_of(config, thinking, server_model=servers.model)
         chats = open_chats(config, rendering, sampling)
-        failures, stop = Failures(path, chats), StopRequest()
+        failures, stop, num_chats = Failures(path, chats), StopRequest(), len(chats)
         try:
-            with tqdm(total=len(chats), unit="prompt", desc="generate", disable=not chats) as progress:
+            with tqdm(total=num_chats, unit="prompt", desc="generate", disable=not chats) as progress:
                 answer = partial(ask_servers, servers=servers, config=config, rendering=rendering)
-                for outcomes in answer_all(servers, chats, answer, stop):
+                for outcomes in answer_all(servers, given_away(chats), answer, stop):
                     finished = [chat for chat, error in outcomes if error is None]
                     append_lines(path, [response_line(chat, sampling) for chat in finished])
                     num_answered += len(finished)
@@ -160,10 +160,17 @@ def generate_by_servers(
         finally:
             failures.write()
     if stop.received:
-        log.info(STOPPED, num_answered, len(chats))
+        log.info(STOPPED, num_answered, num_chats)
     else:
         failures.check(num_answered)
     log_shortened(num_shortened)
+
+
+def given_away(chats: list[Conversation]) -> Iterator[Conversation]:
+    """The chats in order, each out of the list: answers that were written need no memory any more."""
+    chats.reverse()
+    while chats:
+        yield chats.pop()
 
 
 def ask_servers(chat: Conversation, *, servers: Servers, config: GenerateConfig, rendering: Rendering) -> None:

@@ -10,7 +10,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from data.access import REFUSED_STATUS, access_headers, refusal, server_urls, without_credentials
 from data.messages import Message, normalise_messages
 from data.run import StopRequest
 from models.sampling import SamplingConfig
@@ -49,6 +50,7 @@ class ServerOptions:
 
     server: Any
     server_model: str | None
+    api_key_file: str | None
     concurrency: int
     request_timeout: float
     max_attempts: int
@@ -86,30 +88,11 @@ class _FailedAttempt(Exception):
 @dataclass
 class _Server:
     url: str
+    auth: httpx.BasicAuth | None
     num_in_flight: int = 0
     num_refused: int = 0  # connections in a row
     down_until: float = 0.0
     is_probed: bool = False  # a request is finding out whether it is back
-
-
-def server_urls(server: str | Sequence[str]) -> list[str]:
-    """Base URLs without /v1 and trailing slashes, from a list or a text with commas."""
-    given = server.split(",") if isinstance(server, str) else list(server)
-    urls = [str(url).strip().rstrip("/").removesuffix("/v1").rstrip("/") for url in given]
-    for url in urls:
-        if not _is_url(url):
-            raise ValueError(f"server={server}: {url!r} is no URL; give http://HOST:PORT, several with commas between")
-    if not urls or len(set(urls)) < len(urls):
-        raise ValueError(f"server={server} must name at least one server, and each once")
-    return urls
-
-
-def _is_url(text: str) -> bool:
-    try:
-        url = httpx.URL(text)
-    except httpx.InvalidURL:
-        return False
-    return url.scheme in ("http", "https") and bool(url.host)
 
 
 class Servers:
@@ -123,13 +106,14 @@ class Servers:
             if not getattr(options, name) > 0:
                 raise ValueError(f"{name} must be more than 0, got {getattr(options, name)}")
         self.options = options
-        self._servers = [_Server(url) for url in server_urls(options.server)]
+        self._servers = [_Server(*without_credentials(url)) for url in server_urls(options.server)]
         self._changed = threading.Condition()
         self._stopped = threading.Event()
         logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request otherwise
         self._client = httpx.Client(
             timeout=httpx.Timeout(options.request_timeout, connect=min(CONNECT_SECONDS, options.request_timeout)),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=self.num_slots),
+            headers=access_headers(options.api_key_file),
             # A proxy of the environment is for the outside world, which these servers are hardly ever in.
             trust_env=False,
         )
@@ -185,10 +169,13 @@ class Servers:
         """The model to ask for: the wanted one, or the first that the first server names; all servers must have it."""
         for server in self._servers:
             try:
-                response = self._client.get(f"{server.url}/v1/models")
+                response = self._client.get(f"{server.url}/v1/models", auth=server.auth)
                 names = [model["id"] for model in response.raise_for_status().json()["data"]]
             except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
                 reason = str(error) or type(error).__name__
+                if isinstance(error, httpx.HTTPStatusError) and error.response.status_code in REFUSED_STATUS:
+                    reason = refusal(error.response.status_code, error_message(error.response))
+                    raise ValueError(f"server {server.url}: {reason}") from error
                 raise ValueError(
                     f"server {server.url} does not answer GET /v1/models ({reason}): start it or correct server="
                 ) from error
@@ -233,9 +220,9 @@ class Servers:
     def _post(self, server: _Server, content: bytes) -> Reply | None:
         """None where the server refused the connection; raises _FailedAttempt for any other trouble."""
         num_refused = server.num_refused
-        headers = {"Content-Type": "application/json"}
+        url, headers = f"{server.url}/v1/chat/completions", {"Content-Type": "application/json"}
         try:
-            response = self._client.post(f"{server.url}/v1/chat/completions", content=content, headers=headers)
+            response = self._client.post(url, content=content, headers=headers, auth=server.auth)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             self._mark_refused(server, num_refused, error)
             return None
@@ -247,9 +234,9 @@ class Servers:
                 self._changed.notify_all()
         if response.is_success:
             return read_reply(response.content, server.url)
-        status = response.status_code
+        status, message = response.status_code, error_message(response)
         raise _FailedAttempt(
-            f"{server.url}: status {status}, {error_message(response)}",
+            f"{server.url}: {refusal(status, message) if status in REFUSED_STATUS else f'status {status}, {message}'}",
             may_pass=status in RETRIED_STATUS or status >= 500,
             retry_after=retry_after(response),
         )
@@ -265,7 +252,7 @@ class Servers:
 
 
 def answer_all(
-    servers: Servers, chats: Sequence[T], answer: Callable[[T], None], stop: StopRequest
+    servers: Servers, chats: Iterable[T], answer: Callable[[T], None], stop: StopRequest
 ) -> Iterator[list[tuple[T, RequestError | None]]]:
     """Call `answer(chat)`, which asks the servers, in as many threads as they have slots; yields those that are done.
 

@@ -21,9 +21,17 @@ RESET, HANG = "reset", "hang"
 
 class ChatServer:
     """`respond(body, number)` says what comes of a request, `number` from 0: a reply (dict), a status with headers and
-    bytes, RESET or HANG."""
+    bytes, RESET or HANG. Where `authorization` is given, requests without that header get `status` instead."""
 
-    def __init__(self, respond: Respond, models: tuple[str, ...] = ("tiny", "other"), port: int = 0) -> None:
+    def __init__(
+        self,
+        respond: Respond,
+        models: tuple[str, ...] = ("tiny", "other"),
+        port: int = 0,
+        *,
+        authorization: str | None = None,
+        status: int = 401,
+    ) -> None:
         self.bodies: list[Body] = []
         self.most_at_once, self._at_once, self._lock = 0, 0, threading.Lock()
         self.released = threading.Event()
@@ -41,11 +49,15 @@ class ChatServer:
 
             def do_GET(self) -> None:
                 found = {"data": [{"id": model} for model in models]}
+                if authorization not in (None, self.headers["Authorization"]):
+                    return self._send(refused(status, "who?"))
                 self._send((200, {}, json.dumps(found).encode()) if self.path == "/v1/models" else (404, {}, b""))
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 assert self.path == "/v1/chat/completions"
+                if authorization not in (None, self.headers["Authorization"]):
+                    return self._send(refused(status, "who?"))
                 with outer._counted(body, self.connection) as number:
                     result = respond(body, number)
                     if result == HANG:
@@ -108,8 +120,10 @@ def started_servers() -> Iterator[Callable[..., ChatServer]]:
     """The body of a fixture: start servers, all closed at the end."""
     servers: list[ChatServer] = []
 
-    def start(respond: Respond, models: tuple[str, ...] = ("tiny", "other"), port: int = 0) -> ChatServer:
-        servers.append(ChatServer(respond, models, port))
+    def start(
+        respond: Respond, models: tuple[str, ...] = ("tiny", "other"), port: int = 0, **access: Any
+    ) -> ChatServer:
+        servers.append(ChatServer(respond, models, port, **access))
         return servers[-1]
 
     yield start

@@ -62,6 +62,7 @@ def config_of(folder: Path, **changes: Any) -> GenerateConfig:
         heldout=0.0,
         server=None,
         server_model=None,
+        api_key_file=None,
         concurrency=4,
         request_timeout=10.0,
         max_attempts=3,

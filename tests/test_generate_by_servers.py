@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 import data.generate as generate_module
-from data.conversation import Regenerate
+from data.conversation import Conversation, Regenerate, response_line
 from data.generate import GenerateConfig, answer_batch, generate_by_servers
 from models.sampling import SamplingConfig
 from models.target import Target, TargetConfig
@@ -73,6 +74,24 @@ def test_every_prompt_is_answered_once_with_its_sampling_and_never_again(
     assert all(body["chat_template_kwargs"] == {"enable_thinking": True} for body in server.bodies)
     run_by_servers(config, tiny_target, thinking=True)
     assert len(server.bodies) == 24 and answers_of(config) == lines
+
+
+def test_answers_that_were_written_are_not_kept_in_memory(
+    serve: Callable[..., ChatServer], tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of a run of many, only those of the last moment live."""
+    alive: weakref.WeakSet[Conversation] = weakref.WeakSet()
+    counts = []
+
+    def line_of(chat: Conversation, sampling: Any) -> dict[str, Any]:
+        alive.add(chat)
+        counts.append(len(alive))
+        return response_line(chat, sampling)
+
+    monkeypatch.setattr(generate_module, "response_line", line_of)
+    config = numbered_config(tmp_path, serve(echo).url, 200, concurrency=2)
+    run_by_servers(config, tiny_target)
+    assert len(counts) == 200 and max(counts) < 60
 
 
 def test_answers_from_elsewhere_are_not_mixed(

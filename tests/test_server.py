@@ -1,5 +1,6 @@
 """One request to servers that misbehave in every way, over real HTTP; and what a request holds."""
 
+import base64
 import logging
 import threading
 import time
@@ -7,13 +8,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from email.utils import formatdate
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 import data.server as server_module
-from data.server import RequestError, ServerOptions, Servers, record_seed, request_body, retry_after, server_urls
+from data.access import server_urls
+from data.server import RequestError, ServerOptions, Servers, record_seed, request_body, retry_after
 from models.sampling import SamplingConfig
 from tests.chat_server import HANG, RESET, Body, ChatServer, echo, refused, said, short_pauses, started_servers
 
@@ -31,7 +34,9 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def options(server: Any, **changes: Any) -> ServerOptions:
-    base = ServerOptions(server=server, server_model=None, concurrency=2, request_timeout=5.0, max_attempts=3)
+    base = ServerOptions(
+        server=server, server_model=None, api_key_file=None, concurrency=2, request_timeout=5.0, max_attempts=3
+    )
     return replace(base, **changes)
 
 
@@ -270,3 +275,65 @@ def test_a_server_that_comes_back_is_used_again_to_the_full(serve: Callable[...,
         assert servers.ask(body).message["content"] == "5 5"
         opening.join()
         assert len(list(threads.map(servers.ask, [body] * 2))) == 2
+
+
+KEY = "sk-Key~1"
+BASIC = "Basic " + base64.b64encode(b"us@er:pass word").decode()
+
+
+def with_credentials(server: ChatServer) -> str:
+    return server.url.replace("http://", "http://us%40er:pass%20word@")
+
+
+def test_a_key_of_a_file_and_credentials_of_a_url_are_sent_with_every_request(
+    serve: Callable[..., ChatServer], tmp_path: Path
+) -> None:
+    """Those of a URL only to its own server, which gets no key."""
+    file = tmp_path / "key"
+    file.write_text(f"{KEY}\n")
+    both_here = threading.Barrier(2, timeout=5)
+
+    def gathering(body: Body, number: int) -> Body:
+        both_here.wait()
+        return echo(body, number)
+
+    for_all, own = serve(gathering, authorization=f"Bearer {KEY}"), serve(gathering, authorization=BASIC)
+    given = options([for_all.url, with_credentials(own)], api_key_file=str(file), concurrency=1)
+    with Servers(given) as servers, ThreadPoolExecutor(2) as threads:
+        list(threads.map(servers.ask, [{"messages": [{"content": "1"}]}] * 4))
+    assert (len(for_all.bodies), len(own.bodies)) == (2, 2), "a refused request would have raised"
+
+
+def test_a_server_that_refuses_access_says_so_and_how_to_get_in(
+    serve: Callable[..., ChatServer], tmp_path: Path
+) -> None:
+    """In one line each, before the first prompt where the model list is closed too; and no error shows a secret."""
+    file = tmp_path / "key"
+    file.write_text("sk-wrong")
+    way_in = r"give the key in a file as api_key_file=PATH, or user and password as server=http://USER:PASSWORD@HOST"
+    for status in (401, 403):
+        server = serve(echo, authorization=BASIC, status=status)
+        wrong = server.url.replace("http://", "http://name:secret@")
+        for changes in ({}, {"api_key_file": str(file)}, {"server": wrong}):
+            with pytest.raises(ValueError) as caught:
+                Servers(replace(options(server.url), **changes))
+            assert (
+                str(caught.value) == f"server {server.url}: the server refuses access (status {status}, who?): {way_in}"
+            )
+        open_list = serve(in_turn(refused(status, "no key")))
+        with pytest.raises(
+            RequestError, match=rf"refuses access \(status {status}, no key\): {way_in}"
+        ) as caught_later:
+            ask(open_list)
+        assert caught_later.value.num_attempts == 1
+
+
+@pytest.mark.parametrize("content", [None, b"", b" \n", b"two words", b"two\nlines", "sk-\u00e9".encode()])
+def test_a_file_that_holds_no_key_is_named_and_not_shown(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "key"
+    if content is not None:
+        file.write_bytes(content)
+    message = rf"api_key_file={file} " + ("is no file" if content is None else "must hold one key of printable ASCII")
+    with pytest.raises(ValueError, match=message) as caught:
+        Servers(options("http://127.0.0.1:1", api_key_file=str(file)))
+    assert "two" not in str(caught.value) and "sk-" not in str(caught.value)

@@ -222,7 +222,7 @@ class Servers:
         num_refused = server.num_refused
         url, headers = f"{server.url}/v1/chat/completions", {"Content-Type": "application/json"}
         try:
-            response = self._client.post(url, content=content, headers=headers, auth=server.auth)
+            response = self._client.request("POST", url, content=content, headers=headers, auth=server.auth)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             self._mark_refused(server, num_refused, error)
             return None

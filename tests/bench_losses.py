@@ -293,7 +293,7 @@ def main() -> None:
 def cells(row: dict[str, Any]) -> list[str]:
     ours, dense, floor = row["ours_s"], row["dense_s"], row["floor_s"]
     times = [f"{x:8.2f}s" if x else " " * 9 for x in (ours, dense, floor)]
-    ratios = [f"{ours / x:9.2f}" if ours else " " * 9 for x in (dense, floor)]
+    ratios = [f"{ours / x:9.2f}" if ours and x else " " * 9 for x in (dense, floor)]
     return times + ratios + [f"{x:10.0f}" if x else " " * 10 for x in (row["ours_peak_mb"], row["dense_peak_mb"])]
 
 

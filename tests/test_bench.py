@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests import bench_losses
+from models.target import Target, TargetConfig
+from tests import bench_extract, bench_losses
 
 
 @pytest.mark.parametrize(
@@ -43,3 +44,22 @@ def test_a_row_of_the_bench_names_what_it_measured(monkeypatch: pytest.MonkeyPat
     row = bench_losses.measure("dspark", made, bench_losses.dense_dspark, bench_losses.floor_dspark)
     assert set(row) == {"name", "ours_s", "dense_s", "floor_s", "ours_peak_mb", "dense_peak_mb"}
     assert min(row["ours_s"], row["dense_s"], row["floor_s"]) > 0
+
+
+def test_a_row_without_a_dense_pass_is_shown() -> None:
+    row = {"ours_s": 2.0, "dense_s": None, "floor_s": 1.0, "ours_peak_mb": None, "dense_peak_mb": None}
+    shown = [cell.strip() for cell in bench_losses.cells(row)]
+    assert shown == ["2.00s", "", "1.00s", "", "2.00", "", ""]
+
+
+def test_the_bench_of_extraction_names_what_it_measured(
+    monkeypatch: pytest.MonkeyPatch, tiny_target: Target, tiny_target_config: TargetConfig
+) -> None:
+    monkeypatch.setattr(bench_extract, "embedded_target", lambda: tiny_target_config)
+    monkeypatch.setattr(bench_extract, "load_target", lambda *_: tiny_target)
+    monkeypatch.setattr(bench_extract, "NUM_CHATS", 6)
+    monkeypatch.setattr(bench_extract, "ROUNDS", 1)
+    row, lengths = bench_extract.measure()
+    assert set(row) == {"name", "ours_s", "dense_s", "floor_s", "ours_peak_mb", "dense_peak_mb"}
+    assert row["ours_s"] > 0 and row["floor_s"] > 0 and row["dense_s"] is None
+    assert sum(int(line.rsplit(" ", 1)[1]) for line in lengths[1:]) == 6

@@ -124,8 +124,7 @@ def slow_save(tensors: dict[str, Tensor], path: Path, **options: Any) -> None:
             time.sleep(0.005)
 
 
-def kill_at_random(run: Run, config: ExtractConfig, delay: float) -> bool:
-    """Kill a run on a slow disk after `delay` seconds; True where a shard was half written then."""
+def start_on_a_slow_disk(run: Run, config: ExtractConfig) -> int:
     child = os.fork()
     if child == 0:
         try:
@@ -133,6 +132,12 @@ def kill_at_random(run: Run, config: ExtractConfig, delay: float) -> bool:
             run(config)
         finally:
             os._exit(0)
+    return child
+
+
+def kill_at_random(run: Run, config: ExtractConfig, delay: float) -> bool:
+    """Kill a run on a slow disk after `delay` seconds; True where a shard was half written then."""
+    child = start_on_a_slow_disk(run, config)
     time.sleep(delay)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -149,12 +154,16 @@ def is_half_written(path: Path) -> bool:
 
 def kills_at_random(run: Run, tmp_path: Path, wanted: dict[str, bytes], num_kills: int) -> int:
     """How many of the kills came in the middle of a write; each is resumed and compared."""
-    rng, num_half = random.Random(0), 0
-    for kill in range(num_kills):
-        folder = tmp_path / str(kill)
+    folders = [tmp_path / str(kill) for kill in range(num_kills + 1)]
+    for folder in folders:
         folder.mkdir()
+    began = time.perf_counter()
+    os.waitpid(start_on_a_slow_disk(run, config_of(folders.pop())), 0)
+    whole = time.perf_counter() - began
+    rng, num_half = random.Random(0), 0
+    for kill, folder in enumerate(folders):
         config = config_of(folder)
-        num_half += kill_at_random(run, config, rng.uniform(0.05, 0.45))
+        num_half += kill_at_random(run, config, whole * rng.uniform(0.1, 1.0))
         resume(config, run, num_processes=1 + kill % 2)
         assert files_of(Path(config.store)) == wanted, kill
     return num_half
@@ -168,7 +177,8 @@ def test_three_kills_at_random_times_change_no_byte(run: Run, tmp_path: Path, wa
 def test_twenty_kills_at_random_times_change_no_byte_and_a_quarter_cut_a_write(
     run: Run, tmp_path: Path, wanted: dict[str, bytes]
 ) -> None:
-    assert kills_at_random(run, tmp_path, wanted, 20) >= 5
+    num_half = kills_at_random(run, tmp_path, wanted, 20)
+    assert num_half >= 5, num_half
 
 
 def test_a_run_that_is_asked_to_stop_ends_with_whole_shards(

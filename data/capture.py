@@ -89,15 +89,21 @@ class CapturedFeatures:
             if about["header"] in digests:
                 self._places |= {record: (path, index) for index, record in enumerate(about["ids"])}
 
+    def holds(self, record_id: str, input_ids: Sequence[int]) -> bool:
+        """Whether `find` would find these tokens; reads no features."""
+        if record_id not in self._places:
+            return False
+        path, index = self._places[record_id]
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor(f"{index}.input_ids").tolist() == list(input_ids)
+
     def find(self, record_id: str, input_ids: Sequence[int]) -> CapturedAnswer | None:
         """The capture of exactly these tokens, or None."""
-        if record_id not in self._places:
+        if not self.holds(record_id, input_ids):
             return None
         path, index = self._places[record_id]
         with safe_open(path, framework="pt") as file:
             ids = file.get_tensor(f"{index}.input_ids")
-            if ids.tolist() != list(input_ids):
-                return None
             features, hidden = (file.get_tensor(f"{index}.{name}").clone() for name in ("features", "hidden"))
             return CapturedAnswer(ids, features, hidden)
 

@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.capture import CapturedFeatures
 from data.codecs import bytes_per_vector, find_codec
 from data.responses import RenderedRecord, Responses, batches_by_length
 from data.store import StoreHeader
@@ -38,8 +39,10 @@ class Estimate:
         )
 
 
-def estimate(responses: Responses, header: StoreHeader, target: Target, tokens_per_batch: int) -> Estimate:
-    """For all responses and one process.
+def estimate(
+    responses: Responses, header: StoreHeader, target: Target, captured: CapturedFeatures, tokens_per_batch: int
+) -> Estimate:
+    """For all responses and one process; captured chats take no time.
 
     Raises ValueError where the sample is all there is and nothing in it can be trained on.
     """
@@ -51,13 +54,14 @@ def estimate(responses: Responses, header: StoreHeader, target: Target, tokens_p
     scale = len(responses.records) / num_looked_at
     tokens = sum(len(record.chat.input_ids) for record in chats)
     supervised = sum(sum(record.chat.loss_mask) for record in chats)
-    rate = tokens_per_second(target, chats, tokens_per_batch)
+    computed = [chat for chat in chats if not captured.holds(chat.id, chat.chat.input_ids)]
+    seconds = sum(len(chat.chat.input_ids) for chat in computed) / tokens_per_second(target, computed, tokens_per_batch)
     return Estimate(
         num_chats=scale * len(chats),
         num_tokens=scale * tokens,
         supervised_share=supervised / max(1, tokens),
         bytes=scale * stored_bytes(header, tokens, supervised),
-        hours=scale * tokens / rate / 3600,
+        hours=scale * seconds / 3600,
     )
 
 

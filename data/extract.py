@@ -89,7 +89,7 @@ def extract(
     num_left = group.agree(len(job.unfinished()))
     log.info("extract: %d records in %d shards, %d to do", len(responses.records), responses.num_shards, num_left)
     if num_left:
-        expected = estimate(responses, header, target, config.tokens_per_batch)
+        expected = estimate(responses, header, target, captured, config.tokens_per_batch)
         expected = expected.scaled(num_left / responses.num_shards, num_processes=group.num_groups)
         log.info("extract: %s to go", expected)
         check_disk(folder, expected)

@@ -17,6 +17,7 @@ from data.capture import (
     write_captured,
 )
 from data.chat import RenderedChat
+from data.estimate import estimate
 from data.extraction import extract_records
 from data.generate import answer_batch
 from data.responses import RenderedRecord
@@ -69,6 +70,7 @@ def test_captured_features_equal_extracted_ones(
     records = records_of(tiny_target, tiny_prompts)
     captured = CapturedFeatures(folder, [header])
     assert all(captured.find(record.id, record.chat.input_ids) is not None for record in records)
+    assert all(captured.holds(record.id, record.chat.input_ids) for record in records)
     taken = dict(extract_records(tiny_target, records, 512, captured))
     computed = dict(extract_records(tiny_target, records, 512))
     assert set(taken) == set(computed) == set(range(len(records)))
@@ -119,8 +121,26 @@ def test_a_changed_token_is_computed_again(
     record = records_of(tiny_target, tiny_prompts)[0]
     ids = [*record.chat.input_ids[:-1], (record.chat.input_ids[-1] + 1) % 55]
     assert CapturedFeatures(folder, [header]).find(record.id, ids) is None
+    assert not CapturedFeatures(folder, [header]).holds(record.id, ids)
 
 
 def test_an_unknown_type_is_refused(tiny_target: Target, tiny_identity: TargetIdentity) -> None:
     with pytest.raises(ValueError, match="capture=fp16 is unknown"):
         capture_header(tiny_target, tiny_identity, "fp16")
+
+
+def test_captured_chats_take_no_time_in_the_estimate(
+    folder: Path,
+    header: CaptureHeader,
+    tiny_target: Target,
+    tiny_identity: TargetIdentity,
+    tiny_prompts: list[list[int]],
+) -> None:
+    records = records_of(tiny_target, tiny_prompts)
+    responses: Any = SimpleNamespace(sample=lambda _size: (len(records), records), records=records)
+    store = tiny_header(tiny_target, tiny_identity)
+    hours = [
+        estimate(responses, store, tiny_target, CapturedFeatures(folder, headers), 512).hours
+        for headers in ([header], [])
+    ]
+    assert hours[0] == 0 and hours[1] > 0

@@ -91,21 +91,21 @@ class CapturedFeatures:
 
     def holds(self, record_id: str, input_ids: Sequence[int]) -> bool:
         """Whether `find` would find these tokens; reads no features."""
-        if record_id not in self._places:
-            return False
-        path, index = self._places[record_id]
-        with safe_open(path, framework="pt") as file:
-            return file.get_tensor(f"{index}.input_ids").tolist() == list(input_ids)
+        return self._read(record_id, input_ids, ()) is not None
 
     def find(self, record_id: str, input_ids: Sequence[int]) -> CapturedAnswer | None:
         """The capture of exactly these tokens, or None."""
-        if not self.holds(record_id, input_ids):
+        found = self._read(record_id, input_ids, ("features", "hidden"))
+        return None if found is None else CapturedAnswer(torch.tensor(list(input_ids)), *found)
+
+    def _read(self, record_id: str, input_ids: Sequence[int], names: Sequence[str]) -> list[Tensor] | None:
+        if record_id not in self._places:
             return None
         path, index = self._places[record_id]
         with safe_open(path, framework="pt") as file:
-            ids = file.get_tensor(f"{index}.input_ids")
-            features, hidden = (file.get_tensor(f"{index}.{name}").clone() for name in ("features", "hidden"))
-            return CapturedAnswer(ids, features, hidden)
+            if file.get_tensor(f"{index}.input_ids").tolist() != list(input_ids):
+                return None
+            return [file.get_tensor(f"{index}.{name}").clone() for name in names]
 
 
 def exact_headers(identity: TargetIdentity, header: StoreHeader, target_dtype: str) -> list[CaptureHeader]:

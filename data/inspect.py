@@ -130,8 +130,7 @@ def deviation(stored: Tensor, own: Tensor, hidden_size: int) -> Deviation:
 def describe(store: FeatureStore, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> str:
     """Counts, lengths, supervised share, bytes, the most frequent supervised tokens, and a histogram of lengths."""
     manifest, header = store.manifest, store.header
-    size = sum(shard.bytes for shard in manifest.shards)
-    reference = 2 * (len(header.layer_ids) + 1) * header.hidden_size + 6
+    size, reference = sum(shard.bytes for shard in manifest.shards), reference_bytes(store)
     per_token = size / manifest.num_tokens
     quantiles = torch.quantile(store.lengths.double(), torch.tensor([0, 0.25, 0.5, 0.75, 1.0], dtype=torch.float64))
     counts = store.count_supervised_tokens(vocab_size)
@@ -152,6 +151,11 @@ def describe(store: FeatureStore, tokenizer: PreTrainedTokenizerBase, vocab_size
         *histogram(store.num_supervised.tolist(), "supervised tokens a chat"),
     ]
     return "\n".join(lines) + "\n"
+
+
+def reference_bytes(store: FeatureStore) -> int:
+    """What a token takes where all states of all tokens are kept in bf16, with its id and masks."""
+    return 2 * (len(store.header.layer_ids) + 1) * store.header.hidden_size + 6
 
 
 def top_tokens(counts: Tensor, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -116,8 +116,9 @@ class ChatServer:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def started_servers() -> Iterator[Callable[..., ChatServer]]:
-    """The body of a fixture: start servers, all closed at the end."""
+@pytest.fixture
+def serve() -> Iterator[Callable[..., ChatServer]]:
+    """Starts servers, all closed at the end."""
     servers: list[ChatServer] = []
 
     def start(
@@ -131,8 +132,9 @@ def started_servers() -> Iterator[Callable[..., ChatServer]]:
         server.close()
 
 
+@pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The body of a fixture: waits of some milliseconds, and the SIGTERM handler as it was."""
+    """Where it is imported: waits of some milliseconds, and the SIGTERM handler as it was."""
     monkeypatch.setattr(server_module, "BACKOFF_SECONDS", 0.01)
     monkeypatch.setattr(server_module, "MAX_BACKOFF_SECONDS", 0.05)
     monkeypatch.setattr(server_module, "POLL_SECONDS", 0.02)

@@ -10,6 +10,7 @@ from typing import Any
 
 from scipy import stats
 
+from data.inspect import reference_bytes
 from data.store import FeatureStore
 
 RUN = Path(__file__).parents[1] / "outputs" / "codecs"
@@ -33,9 +34,8 @@ def drafter_rows(folder: Path) -> list[dict[str, Any]]:
 
 def reference_share(store: FeatureStore) -> float:
     """Bytes a token, as a share of all states of all tokens in bf16."""
-    header = store.header
     size = sum(shard.bytes for shard in store.manifest.shards) / store.manifest.num_tokens
-    return size / (2 * (len(header.layer_ids) + 1) * header.hidden_size + 6)
+    return size / reference_bytes(store)
 
 
 def table(run: Path) -> str:

@@ -25,6 +25,7 @@ from eval.verify import Rule
 from models.sampling import SamplingConfig
 from models.target import Target, TargetConfig, TargetIdentity
 from tests.conftest import run_killed, tiny_tokenizer
+from tests.test_mixing import OPTIONS
 
 IDENTITY = TargetIdentity("tiny", "c" * 64, "w" * 64)
 GREEDY = SamplingConfig(0.0, 0, 1.0, 0.0, 0)
@@ -53,13 +54,7 @@ def config_of(folder: Path, **changes: Any) -> GenerateConfig:
         batch_size=4,
         capture=None,
         captured=str(folder / "captured"),
-        regenerate=Regenerate.last,
-        weights=None,
-        mix_seed=0,
-        num_prompts=None,
-        min_prompt_tokens=1,
-        max_prompt_tokens=None,
-        heldout=0.0,
+        **vars(OPTIONS),
         server=None,
         server_model=None,
         api_key_file=None,

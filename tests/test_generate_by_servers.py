@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,21 +22,20 @@ from data.conversation import Conversation, Regenerate, response_line
 from data.generate import GenerateConfig, answer_batch, generate_by_servers
 from models.sampling import SamplingConfig
 from models.target import Target, TargetConfig
-from tests.chat_server import RESET, Body, ChatServer, echo, refused, said, short_pauses, started_servers
+from tests.chat_server import (  # noqa: F401 (fixtures among them)
+    RESET,
+    Body,
+    ChatServer,
+    echo,
+    refused,
+    said,
+    serve,
+    short_pauses,
+)
 from tests.conftest import run_killed, tiny_tokenizer
 from tests.test_conf import load_script
 from tests.test_conversation import CHATS, chats_config
 from tests.test_generate import GREEDY, answers_of, config_of, run
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[..., ChatServer]]:
-    yield from started_servers()
-
-
-@pytest.fixture(autouse=True)
-def pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    yield from short_pauses(monkeypatch)
 
 
 def numbered_config(folder: Path, server: Any, num_prompts: int = 24, **changes: Any) -> GenerateConfig:

@@ -4,7 +4,7 @@ import base64
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from email.utils import formatdate
@@ -18,19 +18,19 @@ import data.server as server_module
 from data.access import server_urls
 from data.server import RequestError, ServerOptions, Servers, record_seed, request_body, retry_after
 from models.sampling import SamplingConfig
-from tests.chat_server import HANG, RESET, Body, ChatServer, echo, refused, said, short_pauses, started_servers
+from tests.chat_server import (  # noqa: F401 (fixtures among them)
+    HANG,
+    RESET,
+    Body,
+    ChatServer,
+    echo,
+    refused,
+    said,
+    serve,
+    short_pauses,
+)
 
 GREEDY = SamplingConfig(0.0, 0, 1.0, 0.0, 0)
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[..., ChatServer]]:
-    yield from started_servers()
-
-
-@pytest.fixture(autouse=True)
-def pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    yield from short_pauses(monkeypatch)
 
 
 def options(server: Any, **changes: Any) -> ServerOptions:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,11 @@ class SlotLayout(StrEnum):
 
 @dataclass
 class DraftBatch:
-    """Training batch, right-padded. Record ids stay in the data set; `anchors` were drawn from them by the collator."""
+    """Training batch of packed rows, right-padded: the documents of a row stand one after another.
+
+    Record ids stay in the data set; `anchors` were drawn from them by the collator. What is small stays in host memory
+    as well, so that choosing rows and building masks waits for no device.
+    """
 
     input_ids: Tensor  # [B, S] int64
     position_ids: Tensor  # [B, S] int64, restarting with every document
@@ -44,15 +48,31 @@ class DraftBatch:
     features: Tensor  # [B, S, L*D], layers concatenated in ascending order
     last_hidden: Tensor  # [R, D] target's last hidden state after the final norm, supervised rows only
     last_hidden_ids: Tensor  # [B, S] int64, row of last_hidden that predicts the token after this position, or -1
-    anchors: Tensor  # [B, A] int64 positions, -1 = unused
+    anchors: Tensor  # [B, A] int64 positions, ascending, then -1 = unused
 
     def to(self, device: torch.device) -> "DraftBatch":
-        return DraftBatch(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
+        moved = DraftBatch(**{name: tensor.to(device, non_blocking=True) for name, tensor in self.tensors().items()})
+        moved._host = self.host
+        return moved
+
+    def __post_init__(self) -> None:
+        self._host: DraftBatch | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @property
+    def host(self) -> "DraftBatch":
+        """This batch in host memory: itself, or what it was moved from."""
+        if self._host is not None:
+            return self._host
+        assert self.input_ids.device.type == "cpu", "a batch is made in host memory and moved with `to`"
+        return self
 
 
-@dataclass
-class DraftLoss:
-    """Sums, not means: the trainer divides by denominators taken over the whole optimiser step.
+class DraftLoss(NamedTuple):
+    """Sums, not means: the trainer divides by denominators taken over the whole optimiser step. A tuple, because
+    launchers look for tensors inside what `forward` returns.
 
     `numerators[term]` is differentiable and carries the term's weight; its denominator is
     `Drafter.denominators(batch)[term]`. `metrics[name]` is (sum, count), scalars or one entry per slot.
@@ -124,6 +144,9 @@ class Drafter(nn.Module, ABC):
     """
 
     needs_features = True
+    flex_attention = False  # how training attends; set by whoever trains, not part of a checkpoint
+    training_options: ClassVar[frozenset[str]]  # fields of its config that say how it learns, not what it is
+    compiled = False  # torch.compile for the arithmetic of layers and losses; likewise
     num_draft_tokens: int
     target_layer_ids: tuple[int, ...]
     slot_layout: SlotLayout | None = None  # None: a chain, which has no block
@@ -168,6 +191,11 @@ class Drafter(nn.Module, ABC):
         """Supervised slots times static position weight per term, known before the forward (float64 scalars)."""
 
     @abstractmethod
+    def training_flops(self, batch: DraftBatch) -> float:
+        """Floating-point operations that forward and backward over the batch need: 2 a multiply-add, products only,
+        nothing that masks hide and nothing twice."""
+
+    @abstractmethod
     def start(self, tokens: Tensor, features: Tensor, counts: Tensor, capacity: int) -> DraftState: ...
 
     @abstractmethod
@@ -187,6 +215,11 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def serving(self, engine: str) -> Serving:
         """Raises ValueError when `engine` cannot serve this drafter."""
+
+    @property
+    def sharded_layers(self) -> nn.ModuleList | None:
+        """Layers that are called as whole modules in training, so that FSDP2 may gather them one at a time."""
+        return None
 
     def warm_start_layers(self) -> nn.ModuleList | None:
         """Decoder layers with Hugging Face parameter names that may start from the target's last ones."""

@@ -4,16 +4,18 @@ The target's features enter every layer as keys and values (K/V injection): they
 layer's own k_proj and v_proj, and never updated. Training sees many blocks a row, decoding one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
 
+from models.attention import cache_mixer, training_mixer
 from models.base import DraftBatch, Drafter, SlotLayout, check_layer_ids
 from models.cache import KVCache
 from models.config import to_dataclass
+from models.flops import attention_flops, loss_columns, num_tokens, vocabulary_flops
 from models.layers import BlockLayer, RMSNorm, Rotary
 from models.losses import (
     LossWeights,
@@ -25,7 +27,7 @@ from models.losses import (
     published_decay,
     sum_of,
 )
-from models.masks import cache_mask, context_mask
+from models.masks import cache_mask
 from models.spec import TargetSpec
 from models.vocab_loss import VocabLoss, vocab_loss
 
@@ -42,7 +44,6 @@ class BlockConfig:
     dpace_smoothing: float | None
     loss: LossWeights
     sampled_vocabulary: int | None
-    compile_loss: bool
 
 
 @dataclass
@@ -64,17 +65,23 @@ class SupervisedSlots:
     """The slots of a batch that carry supervision, flattened: unsupervised slots never reach a projection."""
 
     mask: Tensor  # [B, A, K] bool
+    ids: Tensor  # [R] int64 of the true entries of the flattened mask, ascending
     labels: Tensor  # [R] int64
     previous: Tensor  # [R] int64, the true token before the label
     teacher_rows: Tensor  # [R] int64 row of the batch's last_hidden that predicts the label
     weights: Tensor  # [R]
     slot_ids: Tensor  # [R] int64 in 0..K-1
 
+    def of(self, values: Tensor) -> Tensor:
+        """values [B, A, K, ...] -> [R, ...], without waiting for the device."""
+        return values.flatten(0, 2)[self.ids]
+
 
 class BlockDrafter(Drafter):
     """Shared by every block drafter; a subclass adds heads, loss and proposal."""
 
     config_type: ClassVar[type[BlockConfig]]
+    training_options = frozenset({"decay", "dpace_smoothing", "loss", "sampled_vocabulary"})
 
     def __init__(
         self, config: BlockConfig, spec: TargetSpec, *, target_layer_ids: tuple[int, ...], mask_token_id: int | None
@@ -122,29 +129,36 @@ class BlockDrafter(Drafter):
     def block_states(self, batch: DraftBatch) -> Tensor:
         """Final-normed states of the predicting slots of every anchor: [B, A, K, D]."""
         fused = self.hidden_norm(self.fc(batch.features.to(self.fc.weight.dtype)))
-        rotary = self.rotary(batch.position_ids)
-        mask = context_mask(
-            batch.anchors, batch.document_ids, num_slots=self.num_slots, window=self.config.sliding_window
+        fused_rotary = self.rotary(batch.position_ids)
+        mix = training_mixer(
+            batch.host.anchors,
+            batch.host.document_ids,
+            fused.device,
+            num_slots=self.num_slots,
+            window=self.config.sliding_window,
+            flex=self.flex_attention,
         )
-        anchor_ids = batch.anchors.clamp(min=0)
+        anchor_ids, num_blocks = batch.anchors.clamp(min=0), batch.anchors.shape[1]
         first = batch.input_ids.gather(1, anchor_ids)
         positions = batch.position_ids.gather(1, anchor_ids)
-        contexts = [layer.self_attn.context(fused, *rotary) for layer in self.block_layers()]
-        return self._run_blocks(first, positions, contexts, mask)
+        return self._run_blocks(
+            first,
+            positions,
+            lambda index, x, rotary: self.layers[index](x, rotary, fused, fused_rotary, mix, num_blocks),
+        )
 
     def _run_blocks(
         self,
         first: Tensor,  # [B, A] int64 known token of each block
         positions: Tensor,  # [B, A] int64 its position
-        contexts: list[tuple[Tensor, Tensor]],  # per layer, keys and values [B, H_kv, S, d]
-        mask: Tensor,  # [B, A, 1 or Q, S] bool
+        run_layer: Callable[[int, Tensor, tuple[Tensor, Tensor]], Tensor],  # index, x [B, A*Q, D], rotary of the slots
     ) -> Tensor:
         slots = torch.arange(self.num_slots, device=first.device)
         tokens = torch.where(slots == 0, first[..., None], self.mask_token_id)  # [B, A, Q]
         rotary = self.rotary((positions[..., None] + slots).flatten(1))
-        x = self.embed(tokens.flatten(1)).to(self.norm.weight.dtype)
-        for layer, context in zip(self.layers, contexts, strict=True):
-            x = layer(x, rotary, context, mask)
+        x = self.embed(tokens.flatten(1)).to(self.fc.weight.dtype)
+        for index in range(len(self.layers)):
+            x = run_layer(index, x, rotary)
         x = self.norm(x).view(*tokens.shape, -1)
         return x[:, :, self.num_slots - self.num_draft_tokens :]
 
@@ -153,29 +167,32 @@ class BlockDrafter(Drafter):
 
         Supervision of a block stops at its first unsupervised token, document border or row end.
         """
-        num_slots, length = self.num_draft_tokens, batch.input_ids.shape[1]
-        slots = torch.arange(num_slots, device=batch.anchors.device)
-        label_ids = batch.anchors[..., None] + 1 + slots  # [B, A, K]
-        inside = (label_ids < length) & (batch.anchors >= 0)[..., None]
+        host, device = batch.host, batch.input_ids.device
+        num_slots, length = self.num_draft_tokens, host.input_ids.shape[1]
+        slots = torch.arange(num_slots)
+        label_ids = host.anchors[..., None] + 1 + slots  # [B, A, K]
+        inside = (label_ids < length) & (host.anchors >= 0)[..., None]
         label_ids = label_ids.clamp(min=1, max=length - 1).flatten(1)
 
         def take(values: Tensor, ids: Tensor) -> Tensor:
             return values.gather(1, ids).view(inside.shape)
 
-        anchor_documents = batch.document_ids.gather(1, batch.anchors.clamp(min=0))[..., None]
-        same_document = take(batch.document_ids, label_ids) == anchor_documents
-        mask = inside & same_document & take(batch.loss_mask, label_ids)
+        anchor_documents = host.document_ids.gather(1, host.anchors.clamp(min=0))[..., None]
+        same_document = take(host.document_ids, label_ids) == anchor_documents
+        mask = inside & same_document & take(host.loss_mask, label_ids)
         mask = mask.long().cumprod(-1).bool()
-        teacher_rows = take(batch.last_hidden_ids, label_ids - 1)[mask]
+        teacher_rows = take(host.last_hidden_ids, label_ids - 1)[mask]
         assert bool((teacher_rows >= 0).all()), "a supervised token has no stored last hidden state"
-        return SupervisedSlots(
+        chosen = SupervisedSlots(
             mask=mask,
-            labels=take(batch.input_ids, label_ids)[mask],
-            previous=take(batch.input_ids, label_ids - 1)[mask],
+            ids=mask.flatten().nonzero().squeeze(1),
+            labels=take(host.input_ids, label_ids)[mask],
+            previous=take(host.input_ids, label_ids - 1)[mask],
             teacher_rows=teacher_rows,
             weights=position_decay(num_slots, self.decay, mask.device).expand(mask.shape)[mask],
             slot_ids=slots.expand(mask.shape)[mask],
         )
+        return SupervisedSlots(**{name: value.to(device, non_blocking=True) for name, value in vars(chosen).items()})
 
     def slot_weight(self, batch: DraftBatch) -> Tensor:
         """Sum of the static position weights over supervised slots (float64), the denominator of slot losses."""
@@ -183,6 +200,31 @@ class BlockDrafter(Drafter):
 
     def denominators(self, batch: DraftBatch) -> dict[str, Tensor]:
         return {"tokens": self.slot_weight(batch)}
+
+    def training_flops(self, batch: DraftBatch) -> float:
+        spec, host, slots = self.spec, batch.host, self.supervised_slots(batch.host)
+        num_blocks, num_rows = int((host.anchors >= 0).sum()), len(slots.labels)
+        of_layer = sum(p.numel() for p in self.layers[0].parameters() if p.dim() > 1)
+        of_context = 2 * spec.hidden_size * spec.num_kv_heads * spec.head_dim
+        size = spec.num_heads * spec.head_dim
+        layer = 6.0 * num_tokens(host) * of_context + 6.0 * num_blocks * self.num_slots * of_layer
+        layer += attention_flops(host, host.anchors, size=size, num_queries=self.num_slots, num_keys=self.num_slots)
+        columns, num_teachers = (
+            loss_columns(host, spec.vocab_size, self.config.sampled_vocabulary),
+            len(slots.teacher_rows.unique()),
+        )
+        flops = 4.0 * num_tokens(host) * self.fc.weight.numel()  # features need no gradient
+        flops += len(self.layers) * layer + 6.0 * num_rows * columns * self.bias_size
+        return flops + vocabulary_flops(num_rows, num_teachers, size=spec.hidden_size, columns=columns)
+
+    @property
+    def bias_size(self) -> int:
+        """Inputs of a trained bias over the vocabulary."""
+        return 0
+
+    @property
+    def sharded_layers(self) -> nn.ModuleList:
+        return self.layers
 
     def token_loss(
         self,
@@ -213,7 +255,7 @@ class BlockDrafter(Drafter):
                 bias_head=bias_head,
                 softcap=self.spec.logit_softcap,
                 log_weights=log_weights,
-                compiled=self.config.compile_loss,
+                compiled=self.compiled,
             )
 
         if self.config.dpace_smoothing is None:
@@ -256,11 +298,16 @@ class BlockDrafter(Drafter):
                 f"num_draft_tokens={num_draft_tokens} is more than the {self.num_draft_tokens} that this drafter "
                 "was trained for"
             )
-        contexts = [state.cache.read(index) for index in range(len(self.layers))]
+        layers, contexts = self.block_layers(), [state.cache.read(index) for index in range(len(self.layers))]
         mask = cache_mask(
             state.lengths, contexts[0][0].shape[2], num_slots=self.num_slots, window=self.config.sliding_window
         )
-        states = self._run_blocks(last[:, None], state.lengths[:, None], contexts, mask)[:, 0]
+        mix = cache_mixer(mask)
+        states = self._run_blocks(
+            last[:, None],
+            state.lengths[:, None],
+            lambda index, x, rotary: layers[index].draft(x, rotary, contexts[index], mix, num_blocks=1),
+        )[:, 0]
         return states[:, :num_draft_tokens].contiguous()
 
     def logits(self, states: Tensor) -> Tensor:

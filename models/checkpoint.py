@@ -22,7 +22,7 @@ from models.published import Published, known_architecture, read_published
 from models.spec import TargetSpec
 from models.target import TargetConfig, TargetIdentity, load_spec
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
@@ -69,8 +69,11 @@ def check_target(folder: Path, drafter: Drafter, config: TargetConfig, identity:
             )
 
 
-def save_drafter(drafter: Drafter, folder: Path, *, target: Mapping[str, str]) -> None:
-    """Write config.json and model.safetensors. `target` names it: name, config_sha256, weights_sha256."""
+def save_drafter(
+    drafter: Drafter, folder: Path, *, target: Mapping[str, str], weights: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write config.json and model.safetensors. `target` names it: name, config_sha256, weights_sha256. `weights` are
+    the whole ones of a drafter that holds only a part of them."""
     config = {
         "format_version": FORMAT_VERSION,
         "drafter": f"{type(drafter).__module__}.{type(drafter).__qualname__}",
@@ -78,7 +81,8 @@ def save_drafter(drafter: Drafter, folder: Path, *, target: Mapping[str, str]) -
         **drafter.native_config(),
     }
     drafter.check_weights()
-    weights = {name: tensor.detach().contiguous() for name, tensor in drafter.state_dict().items()}
+    weights = drafter.state_dict() if weights is None else weights
+    weights = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
     # One key only: safetensors writes several in random order, and equal drafters must give equal bytes.
     metadata = {"slot_layout": str(drafter.slot_layout)}
     folder.mkdir(parents=True, exist_ok=True)

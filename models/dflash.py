@@ -34,7 +34,7 @@ class DFlash(BlockDrafter):
     def forward(self, batch: DraftBatch) -> DraftLoss:
         states = self.block_states(batch)
         slots = self.supervised_slots(batch)
-        loss = self.token_loss(batch, states[slots.mask], slots)
+        loss = self.token_loss(batch, slots.of(states), slots)
         return DraftLoss({"tokens": loss.total}, self.slot_metrics(loss, slots))
 
     def propose(self, state: BlockState, last: Tensor, sampler: Sampler, num_draft_tokens: int) -> Proposal:

@@ -47,6 +47,7 @@ class DSpark(BlockDrafter):
     """Block drafter with a sequential low-rank correction and calibrated-to-be confidences."""
 
     config_type = DSparkConfig
+    training_options = BlockDrafter.training_options | {"confidence_weight"}
     config: DSparkConfig
 
     def __init__(
@@ -64,7 +65,7 @@ class DSpark(BlockDrafter):
     def forward(self, batch: DraftBatch) -> DraftLoss:
         states = self.block_states(batch)
         slots = self.supervised_slots(batch)
-        hidden = states[slots.mask]
+        hidden = slots.of(states)
         embedded, latent = self._teacher_forced_markov(states, slots)
         bias_head = None if self.markov_head is None else self.markov_head.markov_w2.weight
         loss = self.token_loss(batch, hidden, slots, bias_input=latent, bias_head=bias_head)
@@ -84,6 +85,10 @@ class DSpark(BlockDrafter):
         weight = self.slot_weight(batch)
         return {"tokens": weight} | ({"confidence": weight} if self.confidence_head is not None else {})
 
+    @property
+    def bias_size(self) -> int:
+        return self.config.markov_rank
+
     def _teacher_forced_markov(self, states: Tensor, slots: SupervisedSlots) -> tuple[Tensor | None, Tensor | None]:
         """W1 embedding of the true previous token and the bias latent, both [R, r], of the supervised slots."""
         if self.markov_head is None:
@@ -91,14 +96,14 @@ class DSpark(BlockDrafter):
         embedded = self.markov_head.markov_w1(slots.previous)
         if self.config.markov_head is MarkovHeadType.vanilla:
             return embedded, embedded
-        previous = torch.zeros_like(slots.mask, dtype=torch.int64)
-        previous[slots.mask] = slots.previous
+        previous = torch.zeros_like(slots.mask, dtype=torch.int64).flatten()
+        previous = previous.index_copy(0, slots.ids, slots.previous).view(slots.mask.shape)
         latents, memory = [], self.markov_head.memory(states[:, :, 0])
         for slot in range(self.num_draft_tokens):
             step = self.markov_head.markov_w1(previous[:, :, slot])
             latent, memory = self.markov_head.latent(step, states[:, :, slot], memory)
             latents.append(latent)
-        return embedded, torch.stack(latents, dim=2)[slots.mask]
+        return embedded, slots.of(torch.stack(latents, dim=2))
 
     def propose(self, state: BlockState, last: Tensor, sampler: Sampler, num_draft_tokens: int) -> Proposal:
         states = self.propose_states(state, last, num_draft_tokens)

@@ -5,10 +5,9 @@ fusion of several target layers, every later one the layer's own output. Trainin
 at once (training-time test): step s of the chain at position t sees the target's features up to t and its own steps up
 to s, and gradients flow through all of it.
 
-Unlike the reference (DeepSpec), which has neither right: the loss mask is aligned with the label (step s at t predicts
-token t + 2 + s and counts where that token is supervised; there token t + s is asked, so the first two answer tokens
-are never trained and two past a turn are), and each step is divided by its own number of supervised positions (there
-by padded batch size times length).
+Unlike in the reference (DeepSpec), the loss mask is aligned with the label (step s at t predicts token t + 2 + s; there
+the mask of token t + s counts, so the first two answer tokens are never trained) and each step is divided by its own
+number of supervised positions (there by padded batch size times length).
 """
 
 from collections.abc import Mapping
@@ -19,12 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.attention import Mixer, cache_mixer, training_mixer
 from models.base import DraftBatch, Drafter, DraftLoss, Proposal, Serving, check_layer_ids
 from models.cache import KVCache
 from models.config import to_dataclass
-from models.layers import DraftAttention, GatedMLP, RMSNorm, Rotary, attend_blocks
-from models.losses import LossWeights, batch_vocabulary, check_sampled_vocabulary, check_terms
-from models.masks import cache_mask, context_mask
+from models.flops import attention_flops, loss_columns, num_tokens, vocabulary_flops
+from models.layers import DraftAttention, GatedMLP, RMSNorm, Rotary
+from models.losses import LossWeights, batch_vocabulary, check_sampled_vocabulary, check_terms, find_chains
+from models.masks import cache_mask
 from models.sampling import Purpose, Sampler
 from models.spec import TargetSpec, fused_layers
 from models.vocab_loss import DraftHead, VocabLoss, vocab_loss
@@ -46,7 +47,6 @@ class Eagle3Config:
     draft_vocab_size: int | None
     own_head: bool
     sampled_vocabulary: int | None
-    compile_loss: bool
 
     def build(self, spec: TargetSpec, *, target_layer_ids: tuple[int, ...], mask_token_id: int | None) -> "Eagle3":  # noqa: ARG002
         return Eagle3(self, spec, target_layer_ids=fused_layers(target_layer_ids, self.num_fused_layers))
@@ -71,6 +71,7 @@ class Eagle3State:
 class Eagle3(Drafter):
     """Autoregressive drafter: a chain of pairs through one layer."""
 
+    training_options = frozenset({"step_decay", "loss", "sampled_vocabulary"})
     d2t: Tensor  # [W] int64 with a draft vocabulary: target token minus draft token, as published checkpoints keep it
     t2d: Tensor  # [V] bool with a draft vocabulary: the target tokens in it
 
@@ -94,9 +95,7 @@ class Eagle3(Drafter):
             # Invalid until a vocabulary is chosen or loaded: `check_weights` refuses them.
             self.register_buffer("d2t", torch.full((width,), -1))
             self.register_buffer("t2d", torch.zeros(spec.vocab_size, dtype=torch.bool))
-        self._frozen_rows: Tensor | None = (
-            None  # of the target's head, for a draft vocabulary without a head of its own
-        )
+        self._frozen_rows: Tensor | None = None  # of the target's head, for a draft vocabulary without its own head
         self.apply(self.init_weights)
 
     @property
@@ -181,7 +180,7 @@ class Eagle3(Drafter):
         positions: Tensor,  # [B, N] int64 position of `hidden`
         chain: list[tuple[Tensor, Tensor]],  # keys and values [B, N, H_kv, d] of the chain's earlier steps; extended
         context: tuple[Tensor, Tensor],  # each [B, H_kv, S, d]
-        mask: Tensor,  # [B, N, 1, S] bool
+        mix: Mixer,
     ) -> Tensor:
         """One step of N chains a row -> the layer's output [B, N, D] before the final norm."""
         pairs, residual = self.layer.pair(self.embed(tokens), hidden)
@@ -189,29 +188,30 @@ class Eagle3(Drafter):
         chain.append(self.layer.self_attn.keys_values(pairs, *rotary))
         keys, values = (torch.stack(parts, dim=2) for parts in zip(*chain, strict=True))  # [B, N, M, H_kv, d]
         queries = self.layer.self_attn.queries(pairs, *rotary)
-        mixed = attend_blocks(queries[:, :, None], (keys, values), context, mask)
+        mixed = mix(queries[:, :, None], (keys, values), context)
         return self.layer.finish(residual, mixed.flatten(2))
 
     # ---- training
 
     def forward(self, batch: DraftBatch) -> DraftLoss:
-        fused = self.fuse(batch.features)
+        fused, device = self.fuse(batch.features), batch.input_ids.device
         next_tokens = F.pad(batch.input_ids[:, 1:], (0, 1))
         context = self.pair_context(next_tokens, fused, batch.position_ids)
-        chains, supervised = find_chains(batch, self.num_draft_tokens)
-        starts = chains.clamp(min=0)
-        mask, positions = context_mask(chains, batch.document_ids), batch.position_ids.gather(1, starts)
+        chains, supervised = find_chains(batch.host, self.num_draft_tokens)
+        mix = training_mixer(chains, batch.host.document_ids, device, num_slots=1, flex=self.flex_attention)
+        row_ids = [rows.flatten().nonzero().squeeze(1).to(device, non_blocking=True) for rows in supervised.unbind(-1)]
+        starts = chains.clamp(min=0).to(device, non_blocking=True)
+        positions = batch.position_ids.gather(1, starts)
         hidden = fused.gather(1, starts[..., None].expand(-1, -1, fused.shape[-1]))
         states: list[Tensor] = []  # [R_s, D] of the supervised chains, step by step
         teacher_rows: list[Tensor] = []  # [R_s]
         chain: list[tuple[Tensor, Tensor]] = []
         for step in range(self.num_draft_tokens):
             ids = (starts + 1 + step).clamp(max=batch.input_ids.shape[1] - 1)  # of the token that this step consumes
-            hidden = self.step(batch.input_ids.gather(1, ids), hidden, positions + step, chain, context, mask)
-            normed = self.norm(hidden)
-            rows = supervised[..., step]
-            states.append(normed[rows])
-            teacher_rows.append(batch.last_hidden_ids.gather(1, ids)[rows])
+            hidden = self.step(batch.input_ids.gather(1, ids), hidden, positions + step, chain, context, mix)
+            normed, rows = self.norm(hidden), row_ids[step]
+            states.append(normed.flatten(0, 1)[rows])
+            teacher_rows.append(batch.last_hidden_ids.gather(1, ids).flatten()[rows])
             if self.config.norm_output:
                 hidden = normed
         loss = self.chain_loss(batch, states, teacher_rows)
@@ -222,7 +222,6 @@ class Eagle3(Drafter):
     def chain_loss(self, batch: DraftBatch, states: list[Tensor], teacher_rows: list[Tensor]) -> VocabLoss:
         """One total a step, rows in the order of the steps. All steps that predict a token share the target's
         distribution; only a head in training, whose gradient sums over rows, needs a pass for every step."""
-        assert bool((torch.cat(teacher_rows) >= 0).all()), "a supervised token has no stored last hidden state"
         sampled = self.config.sampled_vocabulary
         columns = None if sampled is None else batch_vocabulary(batch, self.spec.vocab_size, sampled)
 
@@ -240,7 +239,7 @@ class Eagle3(Drafter):
                 draft_head=self.draft_head(),
                 softcap=self.spec.logit_softcap,
                 log_weights=None if columns is None else columns.log_weights,
-                compiled=self.config.compile_loss,
+                compiled=self.compiled,
             )
 
         passes = [[*range(len(states))]] if self.lm_head is None else [[step] for step in range(len(states))]
@@ -249,8 +248,25 @@ class Eagle3(Drafter):
 
     def denominators(self, batch: DraftBatch) -> dict[str, Tensor]:
         """Supervised positions of each step; the step weight stands in the numerators only."""
-        counts = find_chains(batch, self.num_draft_tokens)[1].double().sum((0, 1))
+        counts = find_chains(batch.host, self.num_draft_tokens)[1].double().sum((0, 1)).to(batch.input_ids.device)
         return {f"step_{s}": count for s, count in enumerate(counts)}
+
+    def training_flops(self, batch: DraftBatch) -> float:
+        host, spec, steps = batch.host, self.spec, self.num_draft_tokens
+        chains, supervised = find_chains(host, steps)
+        of_layer = sum(p.numel() for p in self.layers.parameters() if p.dim() > 1)
+        of_token = 4 * self.fc.weight.numel() + 24 * spec.hidden_size * spec.num_kv_heads * spec.head_dim
+        size, trains_head = spec.num_heads * spec.head_dim, self.lm_head is not None
+        columns = loss_columns(host, self.draft_vocab_size or spec.vocab_size, self.config.sampled_vocabulary)
+        attention = [attention_flops(host, chains, size=size, num_queries=1, num_keys=s + 1) for s in range(steps)]
+        rows = vocabulary_flops(
+            int(supervised.sum()), 0, size=spec.hidden_size, columns=columns, trains_head=trains_head
+        )
+        columns = loss_columns(host, spec.vocab_size, self.config.sampled_vocabulary)
+        num_teachers = len(host.last_hidden) * (steps if trains_head else 1)
+        rows += vocabulary_flops(0, num_teachers, size=spec.hidden_size, columns=columns)
+        layer = 6.0 * int((chains >= 0).sum()) * steps * of_layer
+        return float(of_token) * num_tokens(host) + layer + sum(attention) + rows
 
     # ---- decoding
 
@@ -274,14 +290,14 @@ class Eagle3(Drafter):
     def propose(self, state: Eagle3State, last: Tensor, sampler: Sampler, num_draft_tokens: int) -> Proposal:
         """A chain; behind a drawn stop token nothing is proposed."""
         context = state.cache.read(0)
-        mask = cache_mask(state.cache.lengths, context[0].shape[2])
+        mix = cache_mixer(cache_mask(state.cache.lengths, context[0].shape[2]))
         own, hidden, token = self.draft_head(), state.hidden[:, None], last
         head = self.head if own is None else own.weight
         tokens, probs = [], []
         chain: list[tuple[Tensor, Tensor]] = []
         for slot in range(num_draft_tokens):
             positions = (state.cache.lengths + slot)[:, None]
-            hidden = self.step(token[:, None], hidden, positions, chain, context, mask)
+            hidden = self.step(token[:, None], hidden, positions, chain, context, mix)
             normed = self.norm(hidden)
             probs.append(sampler.probs(self.capped(normed[:, 0] @ head.T)))
             token = sampler.draw(probs[-1], state.lengths + 1 + slot, Purpose.draft)
@@ -354,27 +370,6 @@ class Eagle3Layer(nn.Module):
         """residual [..., D], mixed heads [..., H*d] -> [..., D]."""
         x = residual + self.self_attn.o_proj(mixed)
         return x + self.mlp(self.post_attention_layernorm(x))
-
-
-def find_chains(batch: DraftBatch, num_steps: int) -> tuple[Tensor, Tensor]:
-    """Positions [B, N] whose chains have any supervised step, -1 = unused, and which steps are [B, N, K] bool.
-
-    Step s of the chain at t predicts token t + 2 + s, and is supervised where that token is, in t's document.
-    """
-    length, device = batch.input_ids.shape[1], batch.input_ids.device
-    labels = torch.arange(length, device=device)[:, None] + 2 + torch.arange(num_steps, device=device)  # [S, K]
-    inside = labels < length
-    places = labels.clamp(max=length - 1).flatten()
-    shape = (len(batch.input_ids), length, num_steps)
-    documents = batch.document_ids[:, places].view(shape)
-    supervised = batch.loss_mask[:, places].view(shape) & inside & (documents == batch.document_ids[..., None])
-    used = supervised.any(-1)  # [B, S]
-    num_chains = int(used.sum(1).max())
-    # A stable sort brings the used positions of each row to the front, in order.
-    starts = (~used).long().argsort(dim=1, stable=True)[:, :num_chains]
-    unused = ~used.gather(1, starts)
-    supervised = supervised.gather(1, starts[..., None].expand(-1, -1, num_steps))
-    return starts.masked_fill(unused, -1), supervised
 
 
 def check_options(config: Eagle3Config, spec: TargetSpec) -> None:

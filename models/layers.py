@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from models.attention import Mixer
 from models.spec import TargetSpec
 
 
@@ -77,7 +78,7 @@ class GatedMLP(nn.Module):
 
 
 class DraftAttention(nn.Module):
-    """Projections of a drafter's attention; `attend_blocks` does the mixing.
+    """Projections of a drafter's attention; models/attention.py does the mixing.
 
     Context and draft slots share k_proj and v_proj (K/V injection, DFlash section 3).
     """
@@ -104,41 +105,9 @@ class DraftAttention(nn.Module):
         return rotate(keys, cos, sin), self.v_proj(x).view(shape)
 
     def context(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values laid out for `attend_blocks` and caches, each [B, H_kv, S, d]."""
+        """Keys and values laid out for `Mixer`s and caches, each [B, H_kv, S, d]."""
         keys, values = self.keys_values(x, cos, sin)
         return keys.transpose(1, 2), values.transpose(1, 2)
-
-
-def attend_blocks(
-    queries: Tensor,  # [B, A, Q, H, d]
-    block: tuple[Tensor, Tensor],  # keys and values of the block itself, each [B, A, M, H_kv, d], all visible
-    context: tuple[Tensor, Tensor],  # keys and values of the row, each [B, H_kv, S, d]
-    context_mask: Tensor,  # [B, A, 1 or Q, S] bool
-) -> Tensor:
-    """Softmax attention of each block over (its visible context, its own keys) -> [B, A, Q, H, d].
-
-    The context product is one matmul a row and the block product Q x M per block, so cost is linear in the number of
-    blocks: no [A*Q, S + A*M] mask is ever built. Grouped heads share keys without copies.
-    """
-    batch, num_blocks, num_slots, num_heads, size = queries.shape
-    num_kv_heads, length = context[0].shape[1:3]
-    group, num_keys = num_heads // num_kv_heads, block[0].shape[2]
-    scaled = (queries * size**-0.5).view(batch, num_blocks, num_slots, num_kv_heads, group, size)
-    scaled = scaled.permute(0, 3, 1, 4, 2, 5)  # [B, H_kv, A, G, Q, d]
-    by_row = scaled.reshape(batch, num_kv_heads, -1, size)  # [B, H_kv, A*G*Q, d]
-    by_block = scaled.reshape(batch, num_kv_heads, num_blocks, group * num_slots, size)
-    block_keys, block_values = (x.permute(0, 3, 1, 2, 4) for x in block)  # [B, H_kv, A, M, d]
-    context_scores = (by_row @ context[0].transpose(-1, -2)).view(
-        batch, num_kv_heads, num_blocks, group, num_slots, length
-    )
-    context_scores = context_scores.masked_fill(~context_mask[:, None, :, None], -torch.inf).flatten(3, 4)
-    scores = torch.cat((context_scores, by_block @ block_keys.transpose(-1, -2)), dim=-1)
-    weights = torch.softmax(scores.float(), dim=-1).to(queries.dtype)
-    from_context, from_block = weights.split((length, num_keys), dim=-1)
-    mixed = (from_context.reshape(*by_row.shape[:-1], length) @ context[1]).view(by_block.shape)
-    mixed = mixed + from_block @ block_values
-    mixed = mixed.view(batch, num_kv_heads, num_blocks, group, num_slots, size)
-    return mixed.permute(0, 2, 4, 1, 3, 5).reshape(queries.shape)
 
 
 class BlockLayer(nn.Module):
@@ -158,13 +127,26 @@ class BlockLayer(nn.Module):
         self,
         x: Tensor,  # [B, A*Q, D]
         rotary: tuple[Tensor, Tensor],  # each [B, A*Q, d]
+        fused: Tensor,  # [B, S, D] the row's features
+        fused_rotary: tuple[Tensor, Tensor],  # each [B, S, d]
+        mix: Mixer,
+        num_blocks: int,  # A
+    ) -> Tensor:
+        """For training; everything that holds parameters is called inside, as sharded layers need it."""
+        return self.draft(x, rotary, self.self_attn.context(fused, *fused_rotary), mix, num_blocks)
+
+    def draft(
+        self,
+        x: Tensor,  # [B, A*Q, D]
+        rotary: tuple[Tensor, Tensor],  # each [B, A*Q, d]
         context: tuple[Tensor, Tensor],  # each [B, H_kv, S, d]
-        context_mask: Tensor,  # [B, A, 1 or Q, S] bool
+        mix: Mixer,
+        num_blocks: int,  # A
     ) -> Tensor:
         normed = self.input_layernorm(x)
         keys, values = self.self_attn.keys_values(normed, *rotary)
-        queries, num_blocks = self.self_attn.queries(normed, *rotary), context_mask.shape[1]
+        queries = self.self_attn.queries(normed, *rotary)
         queries, keys, values = (part.unflatten(1, (num_blocks, -1)) for part in (queries, keys, values))
-        mixed = attend_blocks(queries, (keys, values), context, context_mask)
+        mixed = mix(queries, (keys, values), context)
         x = x + self.self_attn.o_proj(mixed.reshape(*x.shape[:2], -1))
         return x + self.mlp(self.post_attention_layernorm(x))

@@ -1,4 +1,4 @@
-"""Terms of a loss, how much a slot weighs in it, columns that stand for the vocabulary, sums for metrics."""
+"""Terms of a loss, what is supervised and weighs how much, columns that stand for the vocabulary, sums for metrics."""
 
 from dataclasses import dataclass
 
@@ -82,6 +82,29 @@ def batch_vocabulary(batch: DraftBatch, vocab_size: int, num_drawn: int) -> Samp
     """The batch's own tokens for sure and `num_drawn` others, seeded by the batch: a resumed run draws the same."""
     generator = torch.Generator().manual_seed(int(batch.anchors.sum() * 1_000_003 + batch.input_ids.sum()))
     return sample_vocabulary(batch.input_ids, vocab_size, num_drawn, generator)
+
+
+def find_chains(batch: DraftBatch, num_steps: int) -> tuple[Tensor, Tensor]:
+    """Of a batch in host memory: positions [B, N] of chains with a supervised step, -1 = unused; which steps [B, N, K].
+
+    Step s of the chain at t predicts token t + 2 + s, and is supervised where that token is, in t's document.
+    """
+    length, device = batch.input_ids.shape[1], batch.input_ids.device
+    labels = torch.arange(length, device=device)[:, None] + 2 + torch.arange(num_steps, device=device)  # [S, K]
+    inside = labels < length
+    places = labels.clamp(max=length - 1).flatten()
+    shape = (len(batch.input_ids), length, num_steps)
+    documents = batch.document_ids[:, places].view(shape)
+    supervised = batch.loss_mask[:, places].view(shape) & inside & (documents == batch.document_ids[..., None])
+    stored = batch.last_hidden_ids[:, (labels - 1).clamp(max=length - 1).flatten()].view(shape) >= 0
+    assert bool(stored[supervised].all()), "a supervised token has no stored last hidden state"
+    used = supervised.any(-1)  # [B, S]
+    num_chains = int(used.sum(1).max())
+    # A stable sort brings the used positions of each row to the front, in order.
+    starts = (~used).long().argsort(dim=1, stable=True)[:, :num_chains]
+    unused = ~used.gather(1, starts)
+    supervised = supervised.gather(1, starts[..., None].expand(-1, -1, num_steps))
+    return starts.masked_fill(unused, -1), supervised
 
 
 def position_decay(num_slots: int, decay: float, device: torch.device) -> Tensor:

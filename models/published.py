@@ -131,7 +131,6 @@ def _block_options(config: Mapping[str, Any], *, in_place: bool) -> dict[str, An
         dpace_smoothing=None,
         loss=LossWeights(cross_entropy=1.0),
         sampled_vocabulary=None,
-        compile_loss=False,
     )
     return dict(vars(options))
 
@@ -214,7 +213,6 @@ def _eagle3_options(config: Mapping[str, Any], **own: Any) -> Eagle3Config:
         "draft_vocab_size": None,
         "own_head": False,
         "sampled_vocabulary": None,
-        "compile_loss": False,
     }
     return Eagle3Config(**{**options, **own})
 

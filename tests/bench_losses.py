@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from models import eagle3
+from models.attention import cache_mixer
 from models.base import DraftBatch, Drafter, SlotLayout
 from models.dspark import DSpark, DSparkConfig, MarkovHeadType
 from models.eagle3 import Eagle3, Eagle3Config
@@ -63,7 +63,6 @@ def dspark(num_anchors: int = 64, num_rows: int = 1) -> tuple[DSpark, DraftBatch
         dpace_smoothing=None,
         loss=LossWeights(cross_entropy=0.1, l1=0.9),
         sampled_vocabulary=None,
-        compile_loss=False,
         markov_rank=256,
         markov_head=MarkovHeadType.vanilla,
         confidence=True,
@@ -88,7 +87,6 @@ def eagle(num_rows: int = 1) -> tuple[Eagle3, DraftBatch]:
         draft_vocab_size=None,
         own_head=False,
         sampled_vocabulary=None,
-        compile_loss=False,
     )
     drafter = config.build(SPEC, target_layer_ids=LAYER_IDS, mask_token_id=None)
     return drafter, batch_of(drafter, num_supervised=NUM_TOKENS // 2, num_anchors=1, num_rows=num_rows)
@@ -147,14 +145,14 @@ def dense_eagle(drafter: Eagle3, batch: DraftBatch) -> None:
     tokens = F.pad(batch.input_ids[:, 1:], (0, NUM_DRAFTS))
     context = drafter.pair_context(tokens[:, :NUM_TOKENS], fused, batch.position_ids)
     hidden, chain = fused, []
-    mask = eagle3.context_mask(batch.position_ids, batch.document_ids)
+    mix = cache_mixer((torch.arange(NUM_TOKENS) < batch.position_ids[..., None])[:, :, None])
     with torch.no_grad():
         teacher = batch.last_hidden[batch.last_hidden_ids.clamp(min=0)]
         target = F.pad(torch.softmax(teacher @ drafter.head.T, dim=-1), (0, 0, 0, NUM_DRAFTS))
     supervised = F.pad(batch.loss_mask[:, 1:], (0, NUM_DRAFTS + 1)).float()
     total = torch.zeros(())
     for s in range(NUM_DRAFTS):
-        hidden = drafter.step(tokens[:, s : s + NUM_TOKENS], hidden, batch.position_ids + s, chain, context, mask)
+        hidden = drafter.step(tokens[:, s : s + NUM_TOKENS], hidden, batch.position_ids + s, chain, context, mix)
         logs = F.log_softmax(drafter.norm(hidden) @ drafter.head.T, dim=-1)
         rows = -(target[:, s + 1 : s + 1 + NUM_TOKENS] * logs).sum(-1)
         weights = supervised[:, s + 1 : s + 1 + NUM_TOKENS]

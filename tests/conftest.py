@@ -197,7 +197,6 @@ BLOCK_OPTIONS: dict[str, Any] = {
     "dpace_smoothing": None,
     "loss": LossWeights(cross_entropy=0.1, l1=0.9),
     "sampled_vocabulary": None,
-    "compile_loss": False,
 }
 
 
@@ -232,7 +231,6 @@ def eagle3_config(**changes: Any) -> Eagle3Config:
         "draft_vocab_size": None,
         "own_head": False,
         "sampled_vocabulary": None,
-        "compile_loss": False,
     }
     return Eagle3Config(**options | changes)
 
@@ -260,10 +258,10 @@ def build_dspark(target: Target, config: TargetConfig, *, seed: int = 0, **chang
 def train_briefly(drafter: Any, store: FeatureStore, *, num_steps: int = 60) -> Any:
     """A plain loop, not the trainer: enough steps that drafts are accepted."""
     data = TrainingData(store, layer_ids=drafter.target_layer_ids, num_anchors=8, seed=0)
-    plan = StepPlan(store.lengths, 16, 16, seed=0)
+    plan = StepPlan(store.lengths, 16, 2048, packing=True, num_processes=1, seed=0)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
-    for keys in RankSampler(plan, first_step=0, last_step=num_steps, rank=0, world_size=1):
-        batch = collate([data[key] for key in keys])
+    for keys in RankSampler(plan, first_step=0, last_step=num_steps, rank=0):
+        batch = collate([data[key] for key in keys], packing=True)
         loss, denominators = drafter(batch), drafter.denominators(batch)
         sum(loss.numerators[term] / denominators[term] for term in loss.numerators).backward()
         optimizer.step()

@@ -17,7 +17,7 @@ IDENTITY = {"name": "tiny", "config_sha256": "c" * 64, "weights_sha256": "w" * 6
 
 def stored_batch(store: FeatureStore, layer_ids: tuple[int, ...]) -> DraftBatch:
     data = TrainingData(store, layer_ids=layer_ids, num_anchors=4, seed=0)
-    return collate([data[index, 0] for index in range(4)])
+    return collate([data[index, 0] for index in range(4)], packing=False)
 
 
 def total_loss(drafter: Drafter, batch: DraftBatch) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import data.chat as chat_module
+import models.attention as attention_module
 import models.eagle3 as eagle3_module
 import models.layers as layers_module
 import models.masks as masks_module
@@ -67,7 +68,7 @@ def sees_one_more(position: Tensor, anchor: Tensor, slot: Tensor, window: int | 
 
 
 def causal_in_decoding(
-    queries: Tensor, block: Any, context: Any, mask: Tensor, right: Any = layers_module.attend_blocks
+    queries: Tensor, block: Any, context: Any, mask: Tensor, right: Any = attention_module.attend_blocks
 ) -> Tensor:
     """Decoding has one block a row, training many."""
     if queries.shape[1] > 1:
@@ -80,8 +81,8 @@ def causal_in_decoding(
 
 
 def blind_to_documents(
-    anchors: Tensor, document_ids: Tensor, right: Any = masks_module.context_mask, **options: Any
-) -> Tensor:
+    anchors: Tensor, document_ids: Tensor, right: Any = masks_module.context_spans, **options: Any
+) -> list[masks_module.Span]:
     return right(anchors, torch.zeros_like(document_ids), **options)
 
 

@@ -204,7 +204,10 @@ class OracleLayer(nn.Module):
         self.slowest, self.shift = float(drafter.rotary.inv_freq[-1]), shift
         self.self_attn = drafter.block_layers()[0].self_attn
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], context: Any, context_mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], *_context: Any) -> Tensor:
+        return self.draft(x, rotary)
+
+    def draft(self, x: Tensor, rotary: tuple[Tensor, Tensor], *_context: Any, **_options: Any) -> Tensor:
         positions = (torch.atan2(rotary[1][..., -1], rotary[0][..., -1]) / self.slowest).round().long()
         return nn.functional.one_hot(positions + self.shift, ORACLE_VOCAB).float()
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import eagle3, masks
+from models import attention, eagle3, masks
 from models.base import DraftBatch
 from models.eagle3 import Eagle3, Eagle3Layer, find_chains
 from models.target import Target, TargetConfig
 from tests.chains import SlowEagle3, chain_output, gemma_eagle3, lively_eagle3, supervised_chains
 from tests.conftest import planted_fault
 from tests.draft_batches import mixed_batch
+from tests.planted_faults import blind_to_documents
 from tests.training_logits import rows_by_total
 
 # Normed states of order 1 and logits of 1e1 after up to 4 steps, in sums of another order.
@@ -96,7 +97,7 @@ def stops_the_gradient(layer: Eagle3Layer, residual: Tensor, mixed: Tensor) -> T
     [
         (masks, "sees_context", sees_its_own_pair_twice),
         (Eagle3Layer, "finish", stops_the_gradient),
-        (eagle3, "context_mask", lambda chains, documents: masks.context_mask(chains, torch.zeros_like(documents))),
+        (attention, "context_spans", blind_to_documents),
     ],
     ids=["mask", "detached", "documents"],
 )
@@ -318,7 +319,7 @@ def test_unused_chains_and_padding_contribute_nothing(drafter: Eagle3) -> None:
     together = drafter(batch).numerators
     alone = []
     for row, length in enumerate([24, 20, 17]):
-        part = {name: value[row : row + 1, :length] for name, value in vars(batch).items() if name != "last_hidden"}
+        part = {name: value[row : row + 1, :length] for name, value in batch.tensors().items() if name != "last_hidden"}
         alone.append(drafter(DraftBatch(**part, last_hidden=batch.last_hidden)).numerators)
     for term, value in together.items():
         torch.testing.assert_close(value, torch.stack([parts[term] for parts in alone]).sum(), rtol=1e-5, atol=1e-5)

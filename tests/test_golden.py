@@ -190,7 +190,7 @@ def trained_chain(case: str) -> tuple[Eagle3, Tensor]:
     ends = (batch.document_ids >= 0).sum(1)
     supervised = batch.loss_mask.clone()
     supervised[torch.arange(num_rows), ends - 1] = False
-    batch = DraftBatch(**{name: widened(value, length) for name, value in vars(batch).items()})
+    batch = DraftBatch(**{name: widened(value, length) for name, value in batch.tensors().items()})
     batch.loss_mask = F.pad(supervised, (2, 0))[:, : length + 1]
     batch.document_ids = torch.where(torch.arange(length + 1) <= ends[:, None], 0, -1)
     loss = sum(drafter(batch).numerators.values()) / (num_rows * length)

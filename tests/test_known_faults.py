@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import data.chat as chat_module
+import models.attention as attention_module
 import models.base as base_module
-import models.block as block_module
 import models.checkpoint as checkpoint_module
 import models.dspark as dspark_module
 import models.eagle3 as eagle3_module
@@ -141,15 +141,15 @@ ROWS: dict[int, Covered] = {
     ),
     10: Covered(
         test_drafters.test_training_logits_equal_decoding_logits,
-        layers_module,
+        attention_module,
         "attend_blocks",
         faults.causal_in_decoding,
         trained_of("dflash"),
     ),
     11: Covered(
         test_training_batches.test_packed_documents_train_as_alone,
-        block_module,
-        "context_mask",
+        attention_module,
+        "context_spans",
         faults.blind_to_documents,
         drafter_of("dspark"),
     ),
@@ -212,7 +212,7 @@ ROWS: dict[int, Covered] = {
         trainer,
         "global_denominators",
         faults.per_micro_batch,
-        given(micro_batch_size=1),
+        given(tokens_per_batch=32, packing=True),
     ),
     26: Covered(
         test_soft_losses.test_rows_out_of_reach_have_no_loss_and_count_as_misses,

@@ -14,7 +14,8 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as phi3_rotation
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, apply_rotary_pos_emb
 
-from models.layers import DraftAttention, GatedMLP, RMSNorm, Rotary, attend_blocks, rotate
+from models.attention import attend_blocks
+from models.layers import DraftAttention, GatedMLP, RMSNorm, Rotary, rotate
 from models.spec import TargetSpec, rope_parameters
 from tests.tiny_families import SIZES, build
 

@@ -76,7 +76,7 @@ def test_a_batch_of_training_is_the_same_from_either(sources: Any) -> None:
     store, online = sources("float32", "float32")
     keys = [(3, 0), (1, 0), (7, 1)]
     batches: list[DraftBatch] = [
-        collate(TrainingData(source, layer_ids=(0, 2), num_anchors=4, seed=1).__getitems__(keys))
+        collate(TrainingData(source, layer_ids=(0, 2), num_anchors=4, seed=1).__getitems__(keys), packing=True)
         for source in (store, online)
     ]
     for name, value in vars(batches[0]).items():
@@ -139,7 +139,7 @@ def test_a_resumed_run_may_move_its_responses_but_not_change_their_rounding(tmp_
 
     def options_of(**changes: Any) -> str:
         online = OnlineConfig(**{"responses": "a", "feature_dtype": "bf16", "last_hidden_dtype": "bf16"} | changes)
-        return json.dumps(trajectory(train_config(tmp_path, store="online", online=online), 1), sort_keys=True)
+        return json.dumps(trajectory(train_config(tmp_path, store="online", online=online)), sort_keys=True)
 
     same = {"tokens_per_batch": 60}
     assert options_of(**same) == options_of(responses="b", tokens_per_batch=80)

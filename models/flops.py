@@ -1,0 +1,27 @@
+"""Floating-point operations of a training step, 2 a multiply-add: matrix products only, nothing that masks hide."""
+
+from torch import Tensor
+
+from models.base import DraftBatch
+
+
+def num_tokens(batch: DraftBatch) -> int:
+    return int((batch.host.document_ids >= 0).sum())
+
+
+def attention_flops(batch: DraftBatch, anchors: Tensor, *, size: int, num_queries: int, num_keys: int) -> float:
+    """Scores and mixing, forward and backward, of blocks at anchors [B, A] over their own keys and their context;
+    `size` is that of all query heads together."""
+    used = anchors >= 0
+    context = batch.host.position_ids.gather(1, anchors.clamp(min=0))[used]
+    return 12.0 * size * num_queries * (float(context.sum()) + num_keys * int(used.sum()))
+
+
+def vocabulary_flops(num_rows: int, num_teachers: int, *, size: int, columns: int, trains_head: bool = False) -> float:
+    """Logits of draft rows and their gradient, logits of teacher rows."""
+    return 2.0 * size * columns * ((3 if trains_head else 2) * num_rows + num_teachers)
+
+
+def loss_columns(batch: DraftBatch, vocab_size: int, num_drawn: int | None) -> int:
+    """Columns of the head in a loss over all of the vocabulary, or over the batch's tokens and drawn ones."""
+    return vocab_size if num_drawn is None else min(vocab_size, num_drawn + len(batch.host.input_ids.unique()))

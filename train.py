@@ -8,7 +8,8 @@ import hydra
 from accelerate.utils import set_seed
 from omegaconf import DictConfig
 
-from data.run import prepare_target, provenance, stage, start_processes, user_errors, write_provenance
+from data.run import asked_for_fsdp, prepare_target, provenance, stage, start_processes, user_errors, write_provenance
+from eval.probe import Probe, heldout_prompts
 from models.config import register, to_dataclass, typed
 from models.target import load_tokenizer, target_identity
 from train.config import TrainConfig
@@ -22,17 +23,24 @@ register("train_schema", TrainConfig)
 def main(node: DictConfig) -> None:
     with user_errors("train.py"):
         config, model = to_dataclass(TrainConfig, node, section="train"), typed(node.model, section="model")
+        fsdp = asked_for_fsdp(os.environ)
         accelerator = start_processes(os.environ, mixed_precision=config.mixed_precision)
+        config.mixed_precision = accelerator.mixed_precision
         folder = Path(config.output_dir)
         target_config = prepare_target(node.target, folder, accelerator)
         with stage(folder, "train", is_main=accelerator.is_main_process):
             set_seed(config.seed)  # initial weights: the same on every process
             identity, tokenizer = target_identity(target_config), load_tokenizer(target_config)
             store = open_features(config, target_config, tokenizer, identity, accelerator)
-            drafter = build_drafter(model, target_config, tokenizer, store, accelerator, warm_start=config.warm_start)
+            drafter = build_drafter(config, model, target_config, tokenizer, store, accelerator)
+            asked = config.probe
+            prompts = heldout_prompts(asked.prompts, asked.num_prompts, tokenizer, target_config.thinking)
+            device = accelerator.device
+            probe = Probe(target_config, identity, device, prompts, asked.max_new_tokens, asked.temperature)
             if accelerator.is_main_process:
                 write_provenance(folder / "train_provenance.json", node, sys.argv)
-            train(config, drafter, store, identity, accelerator, run_config=provenance(node, sys.argv))
+            about = provenance(node, sys.argv)
+            train(config, drafter, store, identity, accelerator, run_config=about, fsdp=fsdp, probe=probe)
 
 
 if __name__ == "__main__":

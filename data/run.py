@@ -16,8 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 import transformers
 from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, KwargsHandler
 from omegaconf import DictConfig, OmegaConf
 
 from data.embedded import ensure_embedded_target
@@ -46,7 +48,14 @@ def start_processes(environment: Mapping[str, str], *, single: bool = False, **o
     or where there are several and the script is for a `single` one."""
     if "MASTER_ADDR" in environment and "WORLD_SIZE" not in environment:
         raise ValueError("MASTER_ADDR is set but WORLD_SIZE is not: start with `accelerate launch` or torchrun")
-    accelerator = Accelerator(**options)
+    # Buffers are the same everywhere and never change; gradients may live in the buckets that are exchanged.
+    handlers: list[KwargsHandler] = [
+        DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    ]
+    if is_set(environment, "ACCELERATE_USE_DEEPSPEED") and not torch.cuda.is_available():
+        handlers.append(InitProcessGroupKwargs(backend="gloo"))
+        let_deepspeed_do_without_a_compiler()
+    accelerator = Accelerator(**options, kwargs_handlers=handlers)
     expected = int(environment.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != expected:
         raise ValueError(
@@ -58,6 +67,25 @@ def start_processes(environment: Mapping[str, str], *, single: bool = False, **o
     if not accelerator.is_main_process:
         logging.getLogger().setLevel(logging.WARNING)
     return accelerator
+
+
+def asked_for_fsdp(environment: Mapping[str, str]) -> bool:
+    """Whether the launcher's config says FSDP. Raises ValueError unless it is version 2."""
+    asked = is_set(environment, "ACCELERATE_USE_FSDP")
+    if asked and environment.get("FSDP_VERSION") != "2":
+        raise ValueError(f"FSDP version {environment.get('FSDP_VERSION')} is not supported: set fsdp_version: 2")
+    return asked
+
+
+def is_set(environment: Mapping[str, str], name: str) -> bool:
+    return environment.get(name, "false").lower() in ("1", "true", "yes")
+
+
+def let_deepspeed_do_without_a_compiler() -> None:
+    """On a CPU it would compile an operator for inference, for a minute or two, at the start of every fresh machine."""
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def check_single(num_processes: int) -> None:

@@ -79,7 +79,7 @@ def test_the_whole_path_on_a_tiny_target(script: Script, prompts_file: Path, fin
     evaluate = [out, f"tasks=[{prompts_file}]", "num_prompts=6", "max_new_tokens=16", "batch_size=4"]
     script("generate", out, f"prompts={prompts_file}", "max_new_tokens=20", "batch_size=8")
     script("extract", out, "feature_dtype=float32", "records_per_shard=10")
-    script("train", out, "num_steps=30", "batch_size=8", "micro_batch_size=8", "optim.learning_rate=5e-3", *TINY_MODEL)
+    script("train", out, "num_steps=30", "batch_size=8", "optim.learning_rate=5e-3", *TINY_MODEL)
     script("eval", *evaluate, "temperature=[0,1]", "num_draft_tokens=auto", "check_transformers=2")
     shown = script("export", out)
     report = json.loads((finished_run / "summary.json").read_text())
@@ -111,7 +111,7 @@ def test_eval_accepts_the_exported_folder_and_measures_the_same(
 def test_every_drafter_trains_and_is_measured_by_the_same_commands(
     script: Script, prompts_file: Path, finished_run: Path, tmp_path: Path
 ) -> None:
-    small = ["num_steps=30", "batch_size=8", "micro_batch_size=8", "optim.learning_rate=5e-3"]
+    small = ["num_steps=30", "batch_size=8", "optim.learning_rate=5e-3"]
     for model in ("dflash", "eagle3"):
         layers = [] if model == "eagle3" else ["model.num_layers=1"]
         out = [f"model={model}", f"output_dir={tmp_path / model}", f"store={finished_run / 'store'}"]
@@ -153,7 +153,7 @@ def test_a_second_run_keeps_finished_work(script: Script, prompts_file: Path, fi
     out = f"output_dir={finished_run}"
     script("generate", out, f"prompts={prompts_file}", "max_new_tokens=20", "batch_size=8")
     script("extract", out, "feature_dtype=float32", "records_per_shard=10")
-    script("train", out, "num_steps=30", "batch_size=8", "micro_batch_size=8", "optim.learning_rate=5e-3", *TINY_MODEL)
+    script("train", out, "num_steps=30", "batch_size=8", "optim.learning_rate=5e-3", *TINY_MODEL)
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
@@ -173,7 +173,7 @@ def test_a_store_is_looked_at_before_and_after(script: Script, finished_run: Pat
 def test_a_drafter_trains_and_is_measured_on_rounded_features(
     script: Script, prompts_file: Path, finished_run: Path, tmp_path: Path
 ) -> None:
-    small = ["num_steps=30", "batch_size=8", "micro_batch_size=8", "optim.learning_rate=5e-3", *TINY_MODEL]
+    small = ["num_steps=30", "batch_size=8", "optim.learning_rate=5e-3", *TINY_MODEL]
     online = [f"online.responses={finished_run / 'responses.jsonl'}", "online.feature_dtype=fp8"]
     script("train", f"output_dir={tmp_path}", "store=online", *online, *small)
     evaluate = [f"tasks=[{prompts_file}]", "num_prompts=12", "max_new_tokens=16", "batch_size=12", "baselines=[]"]

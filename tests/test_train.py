@@ -12,11 +12,13 @@ import pytest
 import torch
 from accelerate import Accelerator, debug_launcher
 from accelerate.state import AcceleratorState
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from data.chat import Supervise
 from data.collate import collate
-from data.dataset import RankSampler, StepPlan, TrainingData, sample_anchors
+from data.dataset import UNSUPERVISED, RankSampler, StepPlan, TrainingData, sample_anchors
 from data.responses import ChatOptions
 from data.store import FeatureStore
 from models.checkpoint import step_folders
@@ -24,11 +26,20 @@ from models.target import Target, TargetConfig, TargetIdentity
 from tests.conftest import build_dspark, planted_fault, run_killed
 from train import trainer
 from train.checkpoint import find_checkpoint
-from train.config import OnlineConfig, OptimConfig, TrackerName, TrainConfig, WandbConfig
+from train.config import (
+    AttentionBackend,
+    OnlineConfig,
+    OptimConfig,
+    ProbeConfig,
+    TrackerName,
+    TrainConfig,
+    WandbConfig,
+)
 from train.metrics import MetricSums, expected_acceptance_length
-from train.optim import learning_rate
+from train.optim import Schedule, learning_rate
 
 NUM_STEPS = 6
+SPEEDS = {"seconds_per_step", "tokens_per_second", "supervised_slots_per_second", "tflops", "peak_memory_gib"}
 # eps well above float32 noise: AdamW divides by gradients, and would turn rounding into steps of full size otherwise.
 OPTIM = OptimConfig(
     learning_rate=2e-3, warmup_ratio=0.2, weight_decay=0.0, beta1=0.9, beta2=0.999, eps=1e-4, max_grad_norm=1.0
@@ -48,16 +59,24 @@ def train_config(folder: Path, **changes: Any) -> TrainConfig:
         "num_steps": NUM_STEPS,
         "num_epochs": 1.0,
         "batch_size": 16,
-        "micro_batch_size": 8,
+        "tokens_per_batch": 256,
+        "packing": True,
         "num_anchors": 4,
         "num_workers": 0,
         "optim": OPTIM,
         "warm_start": False,
+        "init": None,
         "resume": "auto",
+        "extend": False,
         "log_every": 2,
         "checkpoint_every": 2,
         "keep_checkpoints": 2,
+        "probe": ProbeConfig(every=None, prompts=None, num_prompts=4, max_new_tokens=8, temperature=0.0),
         "mixed_precision": "no",
+        "attention": AttentionBackend.auto,
+        "compile": False,
+        "peak_tflops": None,
+        "estimate": False,
         "tracker": TrackerName.none,
         "wandb": WandbConfig(project="test", mode="offline"),
     }
@@ -125,10 +144,10 @@ def test_sigterm_saves_the_step_in_progress_and_the_run_goes_on(
     undisturbed = run_training(train_config(tmp_path / "whole"))
     config, original = train_config(tmp_path / "stopped"), trainer.optimiser_step
 
-    def stopped(run: trainer.Run, batches: Any, step: int, window: Any) -> Any:
+    def stopped(run: trainer.Run, batches: Any, step: int) -> Any:
         if step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(run, batches, step, window)
+        return original(run, batches, step)
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "optimiser_step", stopped)
@@ -168,7 +187,7 @@ def test_resuming_with_other_options_is_refused(tmp_path: Path, run_training: An
         run_training(train_config(tmp_path, seed=4))
     with pytest.raises(ValueError, match=r"learning_rate"):
         run_training(train_config(tmp_path, optim=replace(OPTIM, learning_rate=1e-3)))
-    with pytest.raises(ValueError, match=r"num_steps \(was 6, now 9\)"):
+    with pytest.raises(ValueError, match=r"num_steps \(was 6, now 9\).*extend=true goes on from step 6"):
         run_training(train_config(tmp_path, num_steps=9))
 
 
@@ -177,10 +196,13 @@ def test_a_resume_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         find_checkpoint(str(tmp_path / "nowhere"), tmp_path)
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 4, 16])
-def test_how_a_batch_is_split_changes_no_weight(tmp_path: Path, run_training: Any, micro_batch_size: int) -> None:
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("tokens_per_batch", [32, 128, 2048])
+def test_how_a_batch_is_split_changes_no_weight(
+    tmp_path: Path, run_training: Any, tokens_per_batch: int, packing: bool
+) -> None:
     whole = run_training(train_config(tmp_path / "reference"))
-    split = run_training(train_config(tmp_path / "split", micro_batch_size=micro_batch_size))
+    split = run_training(train_config(tmp_path / "split", tokens_per_batch=tokens_per_batch, packing=packing))
     assert_equal(split, whole, 1e-5)  # float32 sums in another order
 
 
@@ -192,7 +214,7 @@ def test_splits_matter_when_each_micro_batch_normalises_itself(
         return {term: (value * len(batches)).float() for term, value in local.items()}
 
     with planted_fault(monkeypatch, trainer, "global_denominators", per_micro_batch):
-        test_how_a_batch_is_split_changes_no_weight(tmp_path, run_training, 1)
+        test_how_a_batch_is_split_changes_no_weight(tmp_path, run_training, 32, True)
 
 
 def test_two_processes_equal_one(tmp_path: Path, run_training: Any) -> None:
@@ -207,36 +229,71 @@ def test_two_processes_equal_one(tmp_path: Path, run_training: Any) -> None:
     assert folder.name == f"step_{NUM_STEPS:08d}"
     assert_equal(load_file(folder / "model.safetensors"), alone, 1e-5)
     for ours, theirs in zip(logged(tmp_path / "two"), logged(tmp_path / "one"), strict=True):
-        for name in set(ours) - {"seconds_per_step"}:
+        for name in set(ours) - SPEEDS:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
 
 
-def test_a_batch_that_processes_cannot_share_is_refused(tiny_store: FeatureStore) -> None:
-    plan = StepPlan(tiny_store.lengths, 16, 8, seed=0)
-    with pytest.raises(ValueError, match=r"2 micro-batches cannot be shared by 3 processes"):
-        RankSampler(plan, first_step=0, last_step=1, rank=0, world_size=3)
+def plan_of(lengths: torch.Tensor, batch_size: int, **changes: Any) -> StepPlan:
+    values: dict[str, Any] = {"tokens_per_batch": 256, "packing": True, "num_processes": 1, "seed": 0}
+    return StepPlan(lengths, batch_size, **values | changes)
+
+
+def test_a_batch_smaller_than_the_processes_is_refused(tiny_store: FeatureStore) -> None:
+    with pytest.raises(ValueError, match=r"batch_size=2 leaves some of 3 processes without a record"):
+        plan_of(tiny_store.lengths, 2, num_processes=3)
 
 
 def test_a_batch_larger_than_the_store_is_refused(tiny_store: FeatureStore) -> None:
     with pytest.raises(ValueError, match="larger than the store's 48 records"):
-        StepPlan(tiny_store.lengths, 64, 8, seed=0)
+        plan_of(tiny_store.lengths, 64)
+
+
+def test_a_chat_longer_than_a_forward_pass_is_refused(tiny_store: FeatureStore) -> None:
+    longest = int(tiny_store.lengths.max())
+    with pytest.raises(ValueError, match=rf"tokens_per_batch={longest - 1} is less than the {longest} tokens"):
+        plan_of(tiny_store.lengths, 16, tokens_per_batch=longest - 1)
 
 
 def test_a_plan_visits_every_record_once_an_epoch_and_reshuffles(tiny_store: FeatureStore) -> None:
-    plan = StepPlan(tiny_store.lengths, 16, 4, seed=0)
-    epochs = [
-        [i for step in range(3 * e, 3 * e + 3) for part in plan.micro_batches(step) for i in part] for e in (0, 1)
-    ]
+    plan = plan_of(tiny_store.lengths, 16)
+    epochs = [[i for step in range(3 * e, 3 * e + 3) for i in plan.members(step)] for e in (0, 1)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(48))
     assert epochs[0] != epochs[1]
+    assert plan.members(1) == plan_of(tiny_store.lengths, 16).members(1)  # whatever was asked for before
 
 
-def test_processes_share_the_micro_batches_of_a_step(tiny_store: FeatureStore) -> None:
-    plan = StepPlan(tiny_store.lengths, 16, 4, seed=0)
-    ranks = [list(RankSampler(plan, first_step=1, last_step=2, rank=rank, world_size=2)) for rank in range(2)]
-    shared = [[record for record, _ in batch] for pair in zip(*ranks, strict=True) for batch in pair]
-    assert shared == plan.micro_batches(1)
+@given(st.lists(st.integers(1, 40), min_size=9, max_size=30), st.integers(40, 90), st.integers(1, 5), st.booleans())
+def test_processes_share_a_step_in_equal_numbers_of_micro_batches(
+    lengths: list[int], tokens_per_batch: int, num_processes: int, packing: bool
+) -> None:
+    """Every record once, no micro-batch over the budget or empty, as many for every process."""
+    options = {"packing": packing, "num_processes": num_processes, "tokens_per_batch": tokens_per_batch}
+    plan = plan_of(torch.tensor(lengths), 8, **options)
+    parts = plan.micro_batches(0)
+    assert len(parts) == num_processes and len({len(of_rank) for of_rank in parts}) == 1
+    visits = [visit for of_rank in parts for part in of_rank for visit in part]
+    assert sorted(record for record, epoch in visits if epoch != UNSUPERVISED) == sorted(plan.members(0))
+    for part in (part for of_rank in parts for part in of_rank):
+        tokens = [lengths[record] for record, _ in part]
+        assert part and (sum(tokens) if packing else len(tokens) * max(tokens)) <= tokens_per_batch
+        assert all(epoch != UNSUPERVISED for _, epoch in part) or len(part) == 1
+    for rank, of_rank in enumerate(parts):
+        assert list(RankSampler(plan, first_step=0, last_step=1, rank=rank)) == of_rank
+
+
+def test_packing_fills_micro_batches_evenly(tiny_store: FeatureStore) -> None:
+    """Two processes wait for the slower one: the loads differ by less than the shortest record."""
+    parts = plan_of(tiny_store.lengths, 48, tokens_per_batch=4096, num_processes=2).micro_batches(0)
+    loads = [sum(int(tiny_store.lengths[record]) for record, _ in part) for of_rank in parts for part in of_rank]
+    assert max(loads) - min(loads) < int(tiny_store.lengths.min())
+
+
+def test_a_filler_trains_nothing(tiny_store: FeatureStore) -> None:
+    data = TrainingData(tiny_store, layer_ids=(0, 1, 2), num_anchors=3, seed=0)
+    filler = data[5, UNSUPERVISED]
+    assert not filler.record.loss_mask.any() and not len(filler.anchors) and not len(filler.record.last_hidden)
+    assert len(filler.record.input_ids) == tiny_store.lengths[5]
 
 
 def test_anchors_depend_on_seed_epoch_and_record_only(tiny_store: FeatureStore) -> None:
@@ -256,7 +313,7 @@ def test_anchors_and_their_next_tokens_are_supervised() -> None:
 
 def test_collated_rows_point_at_their_last_hidden_states(tiny_store: FeatureStore) -> None:
     data = TrainingData(tiny_store, layer_ids=(0, 1, 2), num_anchors=3, seed=0)
-    batch = collate([data[i, 0] for i in (3, 0, 7)])
+    batch = collate([data[i, 0] for i in (3, 0, 7)], packing=False)
     for row, index in enumerate((3, 0, 7)):
         record = tiny_store[index]
         length = len(record.input_ids)
@@ -269,18 +326,16 @@ def test_collated_rows_point_at_their_last_hidden_states(tiny_store: FeatureStor
 
 
 def test_the_learning_rate_warms_up_then_falls_and_never_reaches_zero() -> None:
-    rates = [learning_rate(step, 100, OPTIM) for step in range(100)]
+    rates = [learning_rate(step, Schedule(0, 100), OPTIM) for step in range(100)]
     assert rates[19] == pytest.approx(2e-3) and rates[0] == pytest.approx(1e-4)
     assert rates[:20] == sorted(rates[:20]) and rates[20:] == sorted(rates[20:], reverse=True)
     assert 0 < rates[-1] < 1e-5
 
 
 def test_metrics_divide_sums_by_counts_over_all_batches() -> None:
-    from models.base import DraftLoss
-
     sums = MetricSums()
-    sums.add(DraftLoss({}, {"a": (torch.tensor(3.0), torch.tensor(1.0)), "b": (torch.ones(2), torch.ones(2))}))
-    sums.add(DraftLoss({}, {"a": (torch.tensor(1.0), torch.tensor(3.0)), "b": (torch.ones(2), torch.zeros(2))}))
+    sums.add({"a": (torch.tensor(3.0), torch.tensor(1.0)), "b": (torch.ones(2), torch.ones(2))})
+    sums.add({"a": (torch.tensor(1.0), torch.tensor(3.0)), "b": (torch.ones(2), torch.zeros(2))})
     assert sums.report(Accelerator(cpu=True)) == {"a": 1.0, "b@0": 2.0, "b@1": 2.0}
 
 

@@ -17,6 +17,7 @@ from models.checkpoint import load_drafter, save_drafter
 from models.target import Target, TargetConfig, load_tokenizer
 from tests.conftest import dflash_config, dspark_config, eagle3_config, planted_fault, train_briefly
 from tests.draft_checks import IDENTITY, check_a_step_helps, greedy, stored_batch
+from tests.test_train import train_config
 from train.setup import build_drafter, set_draft_vocabulary
 
 VOCAB_SIZE, STOP = 55, 3
@@ -88,11 +89,11 @@ def test_a_wrong_choice_is_noticed(monkeypatch: pytest.MonkeyPatch, fault: Any) 
 
 
 @pytest.fixture
-def build(tiny_target_config: TargetConfig, tiny_store: FeatureStore) -> Any:
+def build(tmp_path: Path, tiny_target_config: TargetConfig, tiny_store: FeatureStore) -> Any:
     def built(model: Any) -> Any:
         tokenizer, accelerator = load_tokenizer(tiny_target_config), Accelerator(cpu=True)
         torch.manual_seed(0)
-        return build_drafter(model, tiny_target_config, tokenizer, tiny_store, accelerator, warm_start=False)
+        return build_drafter(train_config(tmp_path), model, tiny_target_config, tokenizer, tiny_store, accelerator)
 
     return built
 

@@ -16,6 +16,14 @@ class TrackerName(StrEnum):
     wandb = "wandb"
 
 
+class AttentionBackend(StrEnum):
+    """How draft blocks attend in training: dense products document by document, or FlexAttention (CUDA)."""
+
+    auto = "auto"
+    dense = "dense"
+    flex = "flex"
+
+
 @dataclass
 class OptimConfig:
     """AdamW, linear warm-up, cosine decay to zero."""
@@ -46,6 +54,17 @@ class OnlineConfig:
 
 
 @dataclass
+class ProbeConfig:
+    """Acceptance on held-out prompts during training, by the real runtime."""
+
+    every: int | None
+    prompts: str | None
+    num_prompts: int
+    max_new_tokens: int
+    temperature: float
+
+
+@dataclass
 class TrainConfig:
     name: str
     output_dir: str
@@ -58,15 +77,23 @@ class TrainConfig:
     num_steps: int | None
     num_epochs: float
     batch_size: int
-    micro_batch_size: int
+    tokens_per_batch: int
+    packing: bool
     num_anchors: int
     num_workers: int
     optim: OptimConfig
     warm_start: bool
+    init: str | None
     resume: str
+    extend: bool
     log_every: int
     checkpoint_every: int
     keep_checkpoints: int
-    mixed_precision: str
+    probe: ProbeConfig
+    mixed_precision: str | None
+    attention: AttentionBackend
+    compile: bool
+    peak_tflops: float | None
+    estimate: bool
     tracker: TrackerName
     wandb: WandbConfig

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -9,15 +10,26 @@ from torch import nn
 from train.config import OptimConfig
 
 
-def learning_rate(step: int, num_steps: int, config: OptimConfig) -> float:
-    """Rate of update `step` (from 0): linear warm-up over warmup_ratio of the run, then cosine towards zero.
+@dataclass(frozen=True)
+class Schedule:
+    """Updates first_step .. num_steps - 1; it begins at 0 but for a run that was extended."""
 
-    The last update still has a rate above zero.
+    first_step: int
+    num_steps: int
+
+
+def learning_rate(step: int, schedule: Schedule, config: OptimConfig) -> float:
+    """Rate of update `step` (from 0): linear warm-up over warmup_ratio of the schedule, then cosine towards zero.
+
+    The last update still has a rate above zero. Raises ValueError on a step outside of the schedule.
     """
-    num_warmup = int(config.warmup_ratio * num_steps)
-    if step < num_warmup:
-        return config.learning_rate * (step + 1) / num_warmup
-    progress = (step - num_warmup) / max(1, num_steps - num_warmup)
+    length, place = schedule.num_steps - schedule.first_step, step - schedule.first_step
+    if not 0 <= place < length:
+        raise ValueError(f"step {step} is outside of the schedule's {schedule.first_step}..{schedule.num_steps - 1}")
+    num_warmup = int(config.warmup_ratio * length)
+    if place < num_warmup:
+        return config.learning_rate * (place + 1) / num_warmup
+    progress = (place - num_warmup) / max(1, length - num_warmup)
     return config.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
 
 

@@ -4,7 +4,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from transformers import PreTrainedTokenizerBase
 
 from data.extract import open_chats, store_header
@@ -12,6 +14,8 @@ from data.online import OnlineStore
 from data.store import FeatureSource, FeatureStore
 from data.vocab import choose_draft_vocabulary
 from models.base import Drafter
+from models.checkpoint import load_drafter, load_weights, resolve_folder
+from models.layers import GatedMLP, RMSNorm
 from models.target import (
     TargetConfig,
     TargetIdentity,
@@ -21,7 +25,7 @@ from models.target import (
     load_target,
 )
 from models.target_files import decoder_tensors, load_frozen
-from train.config import ONLINE, TrainConfig
+from train.config import ONLINE, AttentionBackend, TrainConfig
 
 log = logging.getLogger(__name__)
 
@@ -49,29 +53,82 @@ def open_features(
 
 
 def build_drafter(
+    config: TrainConfig,
     model: Any,
     target: TargetConfig,
     tokenizer: PreTrainedTokenizerBase,
     store: FeatureSource,
     accelerator: Accelerator,
-    *,
-    warm_start: bool,
 ) -> Drafter:
-    """`model` is the drafter's typed config. Only embedding and head of the target are read, not the whole model."""
+    """`model` is the drafter's typed config. Only embedding and head of the target are read, not the whole model.
+
+    Raises ValueError where `init` and the config name different drafters.
+    """
     spec = load_spec(target)
     drafter: Drafter = model.build(
         spec,
         target_layer_ids=feature_layer_ids(target, spec),
         mask_token_id=choose_mask_token(target, spec, tokenizer),
     )
-    if warm_start:
+    if config.init is not None and config.warm_start:
+        raise ValueError(
+            f"init={config.init} and warm_start=true exclude each other: choose where the weights come from"
+        )
+    if config.warm_start:
         start_from_target(drafter, target)
     embedding, head = (tensor.to(accelerator.device) for tensor in load_frozen(target, spec))
     drafter.bind(embedding, head)
     if drafter.draft_vocab_size is not None:
         set_draft_vocabulary(drafter, drafter.draft_vocab_size, store)
     drafter.copy_from_bound()
+    if config.init is not None:
+        start_from_folder(drafter, resolve_folder(Path(config.init)))
     return drafter
+
+
+def start_from_folder(drafter: Drafter, folder: Path) -> None:
+    """Take the weights of a drafter of any known format. Raises ValueError that names every option to change where it
+    is another one than the config describes."""
+    found = load_drafter(folder, target=drafter.spec).drafter
+    ours, theirs = ({"drafter": type(d).__name__.lower(), **d.native_config()} for d in (drafter, found))
+    differing = [
+        f"{key} is {theirs.get(key)} there, {ours.get(key)} here"
+        for key in sorted(ours.keys() | theirs.keys())
+        if ours.get(key) != theirs.get(key) and key not in drafter.training_options
+    ]
+    if differing:
+        raise ValueError(
+            f"init={folder} holds another drafter: {'; '.join(differing)}. Set model.* and target.* as there"
+        )
+    load_weights(drafter, found.state_dict(), folder)
+    log.info("train: starts from the weights of %s", folder)
+
+
+def set_up_compute(drafter: Drafter, config: TrainConfig, accelerator: Accelerator) -> None:
+    """Attention backend and torch.compile of a drafter that is about to be trained.
+
+    Raises ValueError where FlexAttention is asked for and cannot be trained with.
+    """
+    device, backend = accelerator.device, config.attention
+    if backend is AttentionBackend.flex and device.type != "cuda":
+        raise ValueError(f"attention=flex trains on CUDA only (torch has no backward of it on {device.type}); use auto")
+    drafter.flex_attention = device.type == "cuda" and backend is not AttentionBackend.dense
+    drafter.compiled = config.compile and compile_works(device)
+    if drafter.compiled and accelerator.distributed_type is not DistributedType.DEEPSPEED:  # whose hooks it would break
+        for module in drafter.modules():
+            if isinstance(module, RMSNorm | GatedMLP):
+                module.compile(dynamic=True)
+
+
+def compile_works(device: torch.device) -> bool:
+    """Whether torch.compile can make a kernel here; says why not in one line."""
+    try:
+        torch.compile(lambda x: (x * 2 + 1).sum())(torch.ones(8, device=device))
+    except Exception as error:  # whatever the compiler, its toolchain or the driver lacks
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        log.warning("train: compile=true has no effect, torch.compile does not work here: %s", reason)
+        return False
+    return True
 
 
 def set_draft_vocabulary(drafter: Drafter, size: int, store: FeatureSource) -> None:

@@ -22,6 +22,7 @@ class JsonlTracker:
         kept = [line for line in _lines(path) if json.loads(line)["step"] <= first_step]
         self._file = path.open("w", encoding="utf-8")
         self._file.writelines(line + "\n" for line in kept)
+        self._file.flush()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._file.write(json.dumps({"step": step, **values}) + "\n")
@@ -49,11 +50,26 @@ class WandbTracker:
             name=folder.name,
             config=dict(run_config),
         )
+        # Its own step only counts up, so one that a resumed run logs again would be lost.
+        self._run.define_metric("*", step_metric="step")
+        self._by_position: dict[str, dict[int, float]] = {}
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+        self._run.log({"step": step, **values})
+        for key, value in values.items():
+            name, at, position = key.partition("@")
+            if at:
+                self._by_position.setdefault(name, {})[int(position)] = value
 
     def close(self) -> None:
+        import wandb
+
+        for name, values in self._by_position.items():
+            rows: list[Any] = [[position, value] for position, value in sorted(values.items())]
+            table = wandb.Table(columns=["position", name], data=rows)
+            self._run.log(
+                {f"by_position/{name}": wandb.plot.line(table, "position", name, title=f"{name} by position")}
+            )
         self._run.finish()
 
 

@@ -1,10 +1,9 @@
 """The training loop: one optimiser step is one fixed list of records, whatever runs it."""
 
 import logging
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,35 +14,53 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from data.collate import collate
-from data.dataset import RankSampler, StepPlan, TrainingData
+from data.dataset import RankSampler, StepPlan, TrainingData, prefetched
 from data.run import StopRequest
 from data.store import FeatureSource
 from models.base import DraftBatch, Drafter
 from models.checkpoint import step_folder
 from models.target import TargetIdentity
-from train.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, trajectory
-from train.config import TrainConfig
-from train.metrics import MetricSums
-from train.optim import build_optimizer, learning_rate
+from train.checkpoint import (
+    Progress,
+    find_checkpoint,
+    put_aside,
+    read_progress,
+    restore_random_state,
+    save_checkpoint,
+    save_probe,
+    trajectory,
+)
+from train.config import ONLINE, TrainConfig
+from train.metrics import MetricSums, Throughput
+from train.optim import Schedule, learning_rate
+from train.parallel import Shared, share
+from train.setup import set_up_compute
 from train.tracking import Tracker, build_trackers
 
 log = logging.getLogger(__name__)
 
+Probe = Callable[[Path], dict[str, float]]  # a checkpoint's folder -> what was measured, acceptance_length among it
 
-@dataclass(frozen=True)
+
+@dataclass
 class Run:
     """What the loop works on; built by `train`."""
 
     config: TrainConfig
     accelerator: Accelerator
-    drafter: Drafter
-    model: torch.nn.Module  # the drafter as the launcher wraps it
-    optimizer: Any
+    shared: Shared
     plan: StepPlan
-    num_steps: int
+    schedule: Schedule
     identity: TargetIdentity
     options: dict[str, Any]  # those that fix the trajectory
-    trackers: list[Tracker]
+    probe: Probe | None
+    throughput: Throughput
+    trackers: list[Tracker] = field(default_factory=list)
+    window: MetricSums = field(default_factory=MetricSums)
+
+    @property
+    def drafter(self) -> Drafter:
+        return self.shared.drafter
 
     @property
     def checkpoints(self) -> Path:
@@ -58,56 +75,88 @@ def train(
     accelerator: Accelerator,
     *,
     run_config: Mapping[str, Any],
+    fsdp: bool = False,
+    probe: Probe | None = None,
 ) -> Path:
     """Train from the start or from a checkpoint to the last step; returns the newest checkpoint's folder.
 
     A SIGTERM ends the run early with a checkpoint, from which the same command goes on.
     """
     store.check_target(identity, drafter.target_layer_ids)
-    folder = Path(config.output_dir)
-    plan = StepPlan(store.lengths, config.batch_size, config.micro_batch_size, config.seed)
+    folder, options = Path(config.output_dir), trajectory(config)
+    plan = step_plan(config, store, accelerator.num_processes)
     num_steps = config.num_steps if config.num_steps is not None else int(config.num_epochs * plan.steps_per_epoch)
     if num_steps < 1:
         raise ValueError(f"num_steps={config.num_steps} and num_epochs={config.num_epochs} give no training step")
-    options = trajectory(config, num_steps)
-    drafter.to(accelerator.device)
-    optimizer = build_optimizer(drafter.parameters(), config.optim)
+    check_probe(config)
     found = find_checkpoint(config.resume, folder / "checkpoints")
-    first_step = load_checkpoint(found, drafter, optimizer, options) if found else 0
+    progress = Progress(0, Schedule(0, num_steps), accelerator.num_processes)
     if found:
-        state = "finished" if first_step == num_steps else "resumed"
-        log.info("train: %s at step %d of %d", state, first_step, num_steps)
-        if first_step == num_steps:
+        progress = read_progress(found, options, num_steps=num_steps, extend=config.extend)
+        state = "finished" if progress.is_finished else "resumed"
+        log.info("train: %s at step %d of %d", state, progress.step, num_steps)
+        if progress.is_finished:
             return found
-    model, prepared = accelerator.prepare(drafter, optimizer)
-    trackers: list[Tracker] = []
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process and config.resume != "auto":
+        put_aside(folder, newer_than=found)
+    accelerator.wait_for_everyone()
+    drafter.to(accelerator.device)
+    set_up_compute(drafter, config, accelerator)
+    shared = share(drafter, config.optim, accelerator, fsdp=fsdp)
+    log.info("train: %s, %d processes on %s", shared.name, accelerator.num_processes, accelerator.device.type)
+    if found:
+        shared.load(found, progress.num_processes)
+        restore_random_state(found, accelerator)
+    throughput = Throughput(config.peak_tflops, accelerator)
+    run = Run(config, accelerator, shared, plan, progress.schedule, identity, options, probe, throughput)
     if accelerator.is_main_process:
-        trackers = build_trackers(config.tracker, config.wandb, folder, run_config, first_step=first_step)
-    run = Run(config, accelerator, drafter, model, prepared, plan, num_steps, identity, options, trackers)
-    done = run_steps(run, store, first_step)
-    for tracker in trackers:
-        tracker.close()
+        about = {**run_config, "launcher": shared.name, "num_processes": accelerator.num_processes}
+        run.trackers = build_trackers(config.tracker, config.wandb, folder, about, first_step=progress.step)
+    try:
+        done = run_steps(run, store, progress.step)
+    finally:
+        for tracker in run.trackers:
+            tracker.close()
     return step_folder(run.checkpoints, done)
+
+
+def step_plan(config: TrainConfig, store: FeatureSource, num_processes: int) -> StepPlan:
+    return StepPlan(
+        store.lengths,
+        config.batch_size,
+        config.tokens_per_batch,
+        packing=config.packing,
+        num_processes=num_processes,
+        seed=config.seed,
+    )
+
+
+def check_probe(config: TrainConfig) -> None:
+    """Raises ValueError unless probes fall on checkpoints, of which they are taken."""
+    every = config.probe.every
+    if every is not None and (every < 1 or every % config.checkpoint_every):
+        raise ValueError(
+            f"probe.every={every} must be a multiple of checkpoint_every={config.checkpoint_every}, or null"
+        )
 
 
 def run_steps(run: Run, store: FeatureSource, first_step: int) -> int:
     """The loop; returns the number of steps done, the last of which has a checkpoint."""
-    config, accelerator, num_steps = run.config, run.accelerator, run.num_steps
+    config, accelerator, num_steps = run.config, run.accelerator, run.schedule.num_steps
     batches = micro_batches(run, store, first_step)
-    window, stop, done = MetricSums(), StopRequest(), first_step
-    logged_at = (first_step, time.perf_counter())
+    stop, done = StopRequest(), first_step
     with tqdm(
         total=num_steps, initial=first_step, desc="train", unit="step", disable=not accelerator.is_main_process
     ) as progress:
         while done < num_steps:
-            values = optimiser_step(run, [next(batches) for _ in range(micro_batches_per_step(run))], done, window)
+            count = len(run.plan.micro_batches(done)[accelerator.process_index])
+            optimiser_step(run, [next(batches) for _ in range(count)], done)
             done += 1
             progress.update()
             is_log_step = done % config.log_every == 0 or done == num_steps
             if is_log_step:
-                now = time.perf_counter()
-                report(run, window, done, values, (now - logged_at[1]) / (done - logged_at[0]), progress)
-                logged_at = (done, now)
+                report(run, done, progress)
             # Several processes only agree where they wait for each other anyway.
             is_stopped = (is_log_step or accelerator.num_processes == 1) and agreed(stop, accelerator)
             if done % config.checkpoint_every == 0 or done == num_steps or is_stopped:
@@ -127,69 +176,78 @@ def agreed(stop: StopRequest, accelerator: Accelerator) -> bool:
 
 
 def checkpoint(run: Run, step: int) -> None:
-    """Save on the main process while the others wait."""
-    run.accelerator.wait_for_everyone()
-    if run.accelerator.is_main_process:
-        save_checkpoint(
-            run.checkpoints,
-            step=step,
-            drafter=run.drafter,
-            optimizer=run.optimizer.optimizer,
-            identity=run.identity,
-            options=run.options,
-            keep=run.config.keep_checkpoints,
-        )
-    run.accelerator.wait_for_everyone()
-
-
-def micro_batches_per_step(run: Run) -> int:
-    return run.config.batch_size // run.config.micro_batch_size // run.accelerator.num_processes
+    """Save, and measure where it is time for that; a collective call."""
+    accelerator, plan = run.accelerator, run.plan
+    folder = save_checkpoint(
+        run.checkpoints,
+        progress=Progress(step, run.schedule, accelerator.num_processes),
+        shared=run.shared,
+        identity=run.identity,
+        options=run.options,
+        position={"epoch": step // plan.steps_per_epoch, "record": step % plan.steps_per_epoch * plan.batch_size},
+        keep=run.config.keep_checkpoints,
+    )
+    every = run.config.probe.every
+    if run.probe is not None and every is not None and (step % every == 0 or step == run.schedule.num_steps):
+        if accelerator.is_main_process:
+            values = run.probe(folder)
+            save_probe(folder, {"step": step, **values})
+            for tracker in run.trackers:
+                tracker.log(step, {f"probe/{name}": value for name, value in values.items()})
+        accelerator.wait_for_everyone()
+    run.throughput.pause()
 
 
 def micro_batches(run: Run, store: FeatureSource, first_step: int) -> Iterator[DraftBatch]:
-    """This process's micro-batches from `first_step` on, on its device."""
+    """This process's micro-batches from `first_step` on, on its device; the next one is made in the background."""
     config, accelerator = run.config, run.accelerator
     loader = DataLoader(
         TrainingData(store, layer_ids=run.drafter.target_layer_ids, num_anchors=config.num_anchors, seed=config.seed),
         batch_sampler=RankSampler(
-            run.plan,
-            first_step=first_step,
-            last_step=run.num_steps,
-            rank=accelerator.process_index,
-            world_size=accelerator.num_processes,
+            run.plan, first_step=first_step, last_step=run.schedule.num_steps, rank=accelerator.process_index
         ),
-        collate_fn=collate,
+        collate_fn=partial(collate, packing=config.packing),
         num_workers=config.num_workers,
         pin_memory=accelerator.device.type == "cuda",
     )
-    for batch in loader:
+    # A target in this process computes on the same device: nothing is gained by doing that beside a step.
+    batches = iter(loader) if config.store == ONLINE or config.num_workers else prefetched(iter(loader))
+    for batch in batches:
         yield batch.to(accelerator.device)
 
 
-def optimiser_step(run: Run, batches: list[DraftBatch], step: int, window: MetricSums) -> dict[str, Tensor | float]:
+def optimiser_step(run: Run, batches: list[DraftBatch], step: int) -> None:
     """One update. Denominators are summed over all micro-batches and processes first, so that how the batch is split
     changes no gradient."""
-    accelerator, world_size = run.accelerator, run.accelerator.num_processes
-    rate = learning_rate(step, run.num_steps, run.config.optim)
-    for group in run.optimizer.param_groups:
-        group["lr"] = rate
+    shared, world_size = run.shared, run.accelerator.num_processes
+    rate = learning_rate(step, run.schedule, run.config.optim)
+    shared.set_rate(rate)
     denominators = global_denominators(run, batches)
-    total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+    terms: dict[str, Tensor] = {}
     for index, batch in enumerate(batches):
-        is_last = index == len(batches) - 1
-        with nullcontext() if is_last else accelerator.no_sync(run.model):
-            with accelerator.autocast():
-                loss = run.model(batch)
+        with shared.accumulating(is_last=index == len(batches) - 1):
+            loss = shared(batch)
+            means = {term: value / denominators[term] for term, value in loss.numerators.items()}
             # world_size undoes the launcher's mean over processes: these are sums over the whole step.
-            mean = torch.stack([loss.numerators[term] / denominators[term] for term in loss.numerators]).sum()
-            accelerator.backward(mean * world_size)
-        window.add(loss)
-        total += mean.detach().double()
-    grad_norm = accelerator.clip_grad_norm_(run.model.parameters(), run.config.optim.max_grad_norm)
-    assert grad_norm is not None
-    run.optimizer.step()
-    run.optimizer.zero_grad(set_to_none=True)
-    return {"loss": total, "learning_rate": rate, "grad_norm": grad_norm}
+            shared.backward(torch.stack(list(means.values())).sum() * world_size)
+        run.window.add(loss.metrics)
+        run.throughput.add(batch, loss, run.drafter.training_flops(batch))
+        for term, value in means.items():
+            terms[term] = terms.get(term, 0) + value.detach().double()
+    grad_norm = shared.update(run.config.optim.max_grad_norm)
+    run.throughput.step()
+    # Each process holds its share of a sum, and counts an equal share of the step.
+    share_of_step = torch.full((), 1 / world_size, dtype=torch.float64, device=run.accelerator.device)
+    values = {f"loss/{term}": value for term, value in terms.items()} | {
+        "loss": torch.stack(list(terms.values())).sum()
+    }
+    run.window.add({name: (value, share_of_step) for name, value in values.items()})
+    run.window.add(
+        {
+            "grad_norm": (grad_norm.detach().double() * share_of_step, share_of_step),
+            "learning_rate": (rate * share_of_step, share_of_step),
+        }
+    )
 
 
 def global_denominators(run: Run, batches: list[DraftBatch]) -> dict[str, Tensor]:
@@ -201,19 +259,9 @@ def global_denominators(run: Run, batches: list[DraftBatch]) -> dict[str, Tensor
     return {term: torch.where(value > 0, value, 1.0).float() for term, value in zip(terms, summed, strict=True)}
 
 
-def report(
-    run: Run, window: MetricSums, step: int, values: dict[str, Tensor | float], seconds_per_step: float, progress: Any
-) -> None:
-    """Reduce, log and show; the only place between checkpoints that waits for the device."""
-    means = window.report(run.accelerator)
-    loss = cast(Tensor, run.accelerator.reduce(values["loss"], "sum"))
-    line = {
-        **means,
-        "loss": float(loss),
-        "learning_rate": float(values["learning_rate"]),
-        "grad_norm": float(values["grad_norm"]),
-        "seconds_per_step": seconds_per_step,
-    }
+def report(run: Run, step: int, progress: Any) -> None:
+    """Means since the last report, to trackers; the only place between checkpoints that waits for the device."""
+    line = run.window.report(run.accelerator) | run.throughput.report()
     progress.set_postfix_str(f"loss {line['loss']:.3f}")
     for tracker in run.trackers:
         tracker.log(step, line)

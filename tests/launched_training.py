@@ -1,0 +1,66 @@
+"""Started by a launcher: trains the four settings of packing and accumulation in one world, and writes what came out.
+
+python -m tests.launched_training TARGET STORE OUT: reads a tiny target and store, writes OUT/<setting>/ and, from the
+main process, OUT/world.json.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from accelerate.state import AcceleratorState
+
+from data.run import asked_for_fsdp, start_processes
+from data.store import FeatureStore
+from models.files import write_json
+from models.target import TargetConfig, load_target, target_identity
+from tests.conftest import TINY_LAYER_IDS, build_drafter, dspark_config, eagle3_config
+from tests.test_train import train_config
+from train import trainer
+
+SETTINGS = {  # packing, tokens of a micro-batch: all of a process's share at once, or in at least four parts
+    "packed": (True, 512),
+    "packed_4": (True, 64),
+    "rows": (False, 512),
+    "rows_4": (False, 64),
+}
+NUM_STEPS = 20
+MODELS = {"dspark": dspark_config(num_layers=2), "eagle3": eagle3_config()}
+
+
+def main(target_path: str, store_path: str, out: str, mixed_precision: str) -> None:
+    torch.set_num_threads(1)
+    config = TargetConfig("tiny", target_path, TINY_LAYER_IDS, 4, "float32", None, None, None, 1)
+    target, identity, store = (
+        load_target(config, torch.device("cpu")),
+        target_identity(config),
+        FeatureStore(Path(store_path)),
+    )
+    for setting, (packing, tokens_per_batch) in SETTINGS.items():
+        for model, options in MODELS.items():
+            if model != "dspark" and setting != "packed":
+                continue  # the other drafter once: it is sharded in another way
+            AcceleratorState._reset_state()
+            accelerator = start_processes(os.environ, mixed_precision=mixed_precision)
+            train = train_config(
+                Path(out) / f"{setting}_{model}",
+                num_steps=NUM_STEPS,
+                packing=packing,
+                tokens_per_batch=tokens_per_batch,
+                checkpoint_every=10,
+                log_every=1,
+                mixed_precision=mixed_precision,
+            )
+            drafter = build_drafter(options, target, config)
+            fsdp = asked_for_fsdp(os.environ)
+            folder = trainer.train(train, drafter, store, identity, accelerator, run_config={}, fsdp=fsdp)
+            assert folder.name == f"step_{NUM_STEPS:08d}"
+    if accelerator.is_main_process:
+        world = {"num_processes": accelerator.num_processes, "type": str(accelerator.distributed_type)}
+        write_json(Path(out) / "world.json", world)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -13,6 +13,7 @@ from eval.probe import Probe, heldout_prompts
 from models.config import register, to_dataclass, typed
 from models.target import load_tokenizer, target_identity
 from train.config import TrainConfig
+from train.estimate import show_estimate
 from train.setup import build_drafter, open_features
 from train.trainer import train
 
@@ -28,6 +29,11 @@ def main(node: DictConfig) -> None:
         config.mixed_precision = accelerator.mixed_precision
         folder = Path(config.output_dir)
         target_config = prepare_target(node.target, folder, accelerator)
+        if config.estimate:
+            shown = show_estimate(config, model, target_config, accelerator)
+            if accelerator.is_main_process:
+                sys.stdout.write(shown)
+            return
         with stage(folder, "train", is_main=accelerator.is_main_process):
             set_seed(config.seed)  # initial weights: the same on every process
             identity, tokenizer = target_identity(target_config), load_tokenizer(target_config)

@@ -103,6 +103,7 @@ def _flex_mixer(anchors: Tensor, document_ids: Tensor, num_slots: int, window: i
             torch.cat((seen, own.flatten(1, 2).transpose(1, 2)), dim=2)
             for seen, own in zip(context, block, strict=True)
         )
+        queries, keys = queries.to(values.dtype), keys.to(values.dtype)  # under autocast norms leave them in float32
         run = _compiled_flex() if queries.is_cuda else flex_attention
         mixed = run(queries.flatten(1, 2).transpose(1, 2), keys, values, block_mask=masks[num_keys], enable_gqa=True)
         assert isinstance(mixed, Tensor)

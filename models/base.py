@@ -196,6 +196,10 @@ class Drafter(nn.Module, ABC):
         nothing that masks hide and nothing twice."""
 
     @abstractmethod
+    def layer_rows(self, batch: DraftBatch) -> int:
+        """Rows that a forward pass over the batch sends through a decoder layer, once for every layer and step."""
+
+    @abstractmethod
     def start(self, tokens: Tensor, features: Tensor, counts: Tensor, capacity: int) -> DraftState: ...
 
     @abstractmethod

@@ -203,19 +203,30 @@ class BlockDrafter(Drafter):
 
     def training_flops(self, batch: DraftBatch) -> float:
         spec, host, slots = self.spec, batch.host, self.supervised_slots(batch.host)
-        num_blocks, num_rows = int((host.anchors >= 0).sum()), len(slots.labels)
+        num_rows = len(slots.labels)
         of_layer = sum(p.numel() for p in self.layers[0].parameters() if p.dim() > 1)
         of_context = 2 * spec.hidden_size * spec.num_kv_heads * spec.head_dim
         size = spec.num_heads * spec.head_dim
-        layer = 6.0 * num_tokens(host) * of_context + 6.0 * num_blocks * self.num_slots * of_layer
-        layer += attention_flops(host, host.anchors, size=size, num_queries=self.num_slots, num_keys=self.num_slots)
+        context = 6.0 * num_tokens(host) * of_context
+        context += attention_flops(
+            host,
+            host.anchors,
+            size=size,
+            num_queries=self.num_slots,
+            num_keys=self.num_slots,
+            window=self.config.sliding_window,
+        )
         columns, num_teachers = (
             loss_columns(host, spec.vocab_size, self.config.sampled_vocabulary),
             len(slots.teacher_rows.unique()),
         )
         flops = 4.0 * num_tokens(host) * self.fc.weight.numel()  # features need no gradient
-        flops += len(self.layers) * layer + 6.0 * num_rows * columns * self.bias_size
+        flops += len(self.layers) * context + 6.0 * self.layer_rows(batch) * of_layer
+        flops += 6.0 * num_rows * columns * self.bias_size
         return flops + vocabulary_flops(num_rows, num_teachers, size=spec.hidden_size, columns=columns)
+
+    def layer_rows(self, batch: DraftBatch) -> int:
+        return len(self.layers) * self.num_slots * int((batch.host.anchors >= 0).sum())
 
     @property
     def bias_size(self) -> int:

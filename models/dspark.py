@@ -89,6 +89,14 @@ class DSpark(BlockDrafter):
     def bias_size(self) -> int:
         return self.config.markov_rank
 
+    def training_flops(self, batch: DraftBatch) -> float:
+        """Gates of the Markov head run over every slot; that of the confidence head is a dot product a row."""
+        gates = [
+            m for m in (self.markov_head or nn.Module()).children() if isinstance(m, nn.Linear) and m.bias is not None
+        ]
+        num_slots = self.num_draft_tokens * int((batch.host.anchors >= 0).sum())
+        return super().training_flops(batch) + 6.0 * num_slots * sum(gate.weight.numel() for gate in gates)
+
     def _teacher_forced_markov(self, states: Tensor, slots: SupervisedSlots) -> tuple[Tensor | None, Tensor | None]:
         """W1 embedding of the true previous token and the bias latent, both [R, r], of the supervised slots."""
         if self.markov_head is None:

@@ -255,7 +255,9 @@ class Eagle3(Drafter):
         host, spec, steps = batch.host, self.spec, self.num_draft_tokens
         chains, supervised = find_chains(host, steps)
         of_layer = sum(p.numel() for p in self.layers.parameters() if p.dim() > 1)
-        of_token = 4 * self.fc.weight.numel() + 24 * spec.hidden_size * spec.num_kv_heads * spec.head_dim
+        # features need no gradient, unless a trained norm stands before the fusion
+        of_fusion = 4 if self.input_norm is None and not len(self.fc_norm) else 6
+        of_token = of_fusion * self.fc.weight.numel() + 24 * spec.hidden_size * spec.num_kv_heads * spec.head_dim
         size, trains_head = spec.num_heads * spec.head_dim, self.lm_head is not None
         columns = loss_columns(host, self.draft_vocab_size or spec.vocab_size, self.config.sampled_vocabulary)
         attention = [attention_flops(host, chains, size=size, num_queries=1, num_keys=s + 1) for s in range(steps)]
@@ -265,8 +267,11 @@ class Eagle3(Drafter):
         columns = loss_columns(host, spec.vocab_size, self.config.sampled_vocabulary)
         num_teachers = len(host.last_hidden) * (steps if trains_head else 1)
         rows += vocabulary_flops(0, num_teachers, size=spec.hidden_size, columns=columns)
-        layer = 6.0 * int((chains >= 0).sum()) * steps * of_layer
+        layer = 6.0 * self.layer_rows(batch) * of_layer
         return float(of_token) * num_tokens(host) + layer + sum(attention) + rows
+
+    def layer_rows(self, batch: DraftBatch) -> int:
+        return self.num_draft_tokens * int((find_chains(batch.host, self.num_draft_tokens)[0] >= 0).sum())
 
     # ---- decoding
 

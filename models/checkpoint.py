@@ -41,7 +41,8 @@ def step_folder(root: Path, step: int) -> Path:
 
 def step_folders(root: Path) -> list[Path]:
     """Whole checkpoints under `root`, oldest first."""
-    return sorted(path for path in root.glob("step_*") if path.is_dir())
+    found = (path for path in root.glob("step_*") if path.name.removeprefix("step_").isdigit() and path.is_dir())
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def resolve_folder(path: Path) -> Path:

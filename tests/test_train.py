@@ -25,7 +25,6 @@ from models.checkpoint import step_folders
 from models.target import Target, TargetConfig, TargetIdentity
 from tests.conftest import build_dspark, planted_fault, run_killed
 from train import trainer
-from train.checkpoint import find_checkpoint
 from train.config import (
     AttentionBackend,
     OnlineConfig,
@@ -37,6 +36,7 @@ from train.config import (
 )
 from train.metrics import MetricSums, expected_acceptance_length
 from train.optim import Schedule, learning_rate
+from train.resume import find_checkpoint
 
 NUM_STEPS = 6
 SPEEDS = {"seconds_per_step", "tokens_per_second", "supervised_slots_per_second", "tflops", "peak_memory_gib"}

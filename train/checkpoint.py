@@ -3,50 +3,40 @@
 checkpoints/step_00000100/   config.json, model.safetensors   the drafter (see models/checkpoint.py)
                              optimizer.safetensors            AdamW of one process or DDP, or
                              optimizer/                       of FSDP2 (torch's distributed checkpoint) or ZeRO, sharded
-                             rng_00000.pt                     random state of every process
+                             process_00000.pt                 of every process: random state, and the metrics since the
+                                                              last report
                              trainer.json                     step, schedule, data position, the options that fix the
                                                               trajectory; size and sha256 of all files above
                              probe.json                       acceptance on held-out prompts, where it was measured
 checkpoints/best             a link to the one with the best probe, which is never deleted
+before_1/                    what a run that was started with another `resume` than auto contradicts, and its metrics
+
+A folder is written, and deleted, under a name that begins with a dot; a kill leaves at most such a folder, which the
+next start removes.
 """
 
-import logging
+import json
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
+from safetensors import SafetensorError
 
 from models.checkpoint import save_drafter, step_folder, step_folders
-from models.files import fsync, read_json, sha256_file, write_json
+from models.files import fsync, sha256_file, sha256_text, write_atomic, write_json
 from models.target import TargetIdentity
-from train.config import ONLINE, TrainConfig
+from train.metrics import Window
 from train.optim import Schedule
 from train.parallel import Shared
 
-log = logging.getLogger(__name__)
-
+FORMAT_VERSION = 1  # of trainer.json, of what it lists, and of probe.json
 TRAINER, PROBE, BEST = "trainer.json", "probe.json", "best"
-# A resumed run may change these; anything else would make it another run than the one it claims to continue.
-FREE_OPTIONS = {"name", "output_dir", "resume", "extend", "log_every", "checkpoint_every", "keep_checkpoints"}
-FREE_OPTIONS |= {"tracker", "wandb", "store", "tokens_per_batch", "packing", "num_workers", "probe"}
-FREE_OPTIONS |= {"attention", "compile", "peak_tflops", "estimate"}
-
-
-def trajectory(config: TrainConfig) -> dict[str, Any]:
-    """The options that decide what a run computes, but for its length."""
-    left_out = FREE_OPTIONS | {"target", "model", "num_steps", "num_epochs"}
-    values = {key: value for key, value in asdict(config).items() if key not in left_out}
-    if config.store == ONLINE:  # what a store fixes otherwise
-        values["online"] = {key: values["online"][key] for key in ("feature_dtype", "last_hidden_dtype")}
-    else:
-        del values["online"], values["chats"]
-    return {**values, "model": dict(config.model), "target": dict(config.target)}
 
 
 @dataclass(frozen=True)
@@ -55,7 +45,6 @@ class Progress:
 
     step: int
     schedule: Schedule
-    num_processes: int  # that wrote the checkpoint
 
     @property
     def is_finished(self) -> bool:
@@ -70,157 +59,163 @@ def save_checkpoint(
     identity: TargetIdentity,
     options: Mapping[str, Any],
     position: Mapping[str, int],
+    window: Window,
     keep: int,
 ) -> Path:
-    """All processes write under a temporary name, the main one lists, syncs and renames; then old ones go."""
+    """All processes write under a temporary name, the main one lists, syncs and renames; then old ones go.
+
+    Raises ValueError where a process cannot write; those before it are whole then, and the launcher ends the others.
+    """
     accelerator = shared.accelerator
-    folder = step_folder(root, progress.step)
+    folder, is_main = step_folder(root, progress.step), accelerator.is_main_process
     temporary = root / f".{folder.name}.tmp"
-    if accelerator.is_main_process:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    accelerator.wait_for_everyone()
-    weights = shared.weights()
-    if accelerator.is_main_process:
-        save_drafter(shared.drafter, temporary, target=asdict(identity), weights=weights)
-    shared.save_optimizer(temporary)
-    torch.save(random_state(), temporary / rng_name(accelerator.process_index))
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        files = {str(path.relative_to(temporary)): path for path in sorted(temporary.rglob("*")) if path.is_file()}
-        for path in files.values():
-            fsync(path)
-        values = {
-            "step": progress.step,
-            "schedule": asdict(progress.schedule),
-            "num_processes": accelerator.num_processes,
-            "launcher": shared.name,
-            "data": position,
-            "options": options,
-            "files": {name: [path.stat().st_size, sha256_file(path)] for name, path in files.items()},
-        }
-        write_json(temporary / TRAINER, values)
-        if folder.exists():  # the same step, trained again
-            shutil.rmtree(folder)
-        temporary.replace(folder)
-        fsync(root)
-        prune(root, keep)
+    with writing(folder):
+        if is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        accelerator.wait_for_everyone()
+        weights = shared.weights()
+        if is_main:
+            save_drafter(shared.drafter, temporary, target=asdict(identity), weights=weights)
+        shared.save_optimizer(temporary)
+        state = {"random": random_state(), "window": window}
+        write_atomic(temporary / process_name(accelerator.process_index), lambda path: torch_save(state, path))
+        accelerator.wait_for_everyone()
+        if is_main:
+            values = {
+                "step": progress.step,
+                "schedule": asdict(progress.schedule),
+                "num_processes": accelerator.num_processes,
+                "launcher": shared.name,
+                "data": position,
+                "options": options,
+            }
+            publish(temporary, folder, values)
+            tidy(root, keep)
     accelerator.wait_for_everyone()
     return folder
 
 
-def prune(root: Path, keep: int) -> None:
-    """Drop all but the newest `keep` and the best."""
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Around the writing of a checkpoint. A full or failing disk becomes a ValueError, and its room is freed."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(folder.with_name(f".{folder.name}.tmp"), ignore_errors=True)
+        whole = [other for other in step_folders(folder.parent) if other.name <= folder.name]
+        way_out = f"{whole[-1]} is whole, resume=auto goes on from there" if whole else "no checkpoint is before it"
+        raise ValueError(f"cannot write {folder}: {error}. Make room or repair the disk; {way_out}") from error
+
+
+def torch_save(value: Any, path: Path) -> None:
+    """Raises OSError where the disk is full: torch's own call may do so, or raise some RuntimeError."""
+    try:
+        torch.save(value, path)
+    except RuntimeError as error:
+        raise OSError(f"{path}: {str(error).splitlines()[0]}") from error
+
+
+def publish(temporary: Path, folder: Path, values: Mapping[str, Any]) -> None:
+    """List what was written in trainer.json, and give the folder its name once all of it is on the disk."""
+    paths = sorted(temporary.rglob("*"))
+    for path in paths:
+        fsync(path)
+    files = {str(path.relative_to(temporary)): path for path in paths if path.is_file()}
+    listed = {name: [path.stat().st_size, sha256_file(path)] for name, path in files.items()}
+    write_sealed(temporary / TRAINER, {**values, "files": listed})
+    if folder.exists():  # the same step, trained again
+        drop(folder)
+    temporary.replace(folder)
+    fsync(folder.parent)
+
+
+def tidy(root: Path, keep: int) -> None:
+    """Drop all but the newest `keep` and the best, and what a kill left half written or half deleted."""
+    link_best(root)  # first: at no time it points to what is gone
     best = best_checkpoint(root)
     for old in step_folders(root)[:-keep]:
         if old != best:
-            shutil.rmtree(old)
+            drop(old)
+    for leftover in root.glob(".step_*"):
+        shutil.rmtree(leftover)
+
+
+def drop(folder: Path) -> None:
+    """Delete a checkpoint, which is gone at once."""
+    hidden = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(hidden, ignore_errors=True)
+    folder.replace(hidden)
+    shutil.rmtree(hidden)
+
+
+def write_sealed(path: Path, values: Mapping[str, Any]) -> None:
+    """JSON with its format version and a hash of its values."""
+    values = {**values, "format_version": FORMAT_VERSION}
+    write_json(path, {**values, "seal": seal(values)})
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """Raises ValueError that names the file where it is missing, or not what `write_sealed` wrote.
+
+    The caller looks at `format_version`, which is absent where a version before the first wrote the file.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is missing")
+    try:
+        values = dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error})") from error
+    if "seal" not in values and "format_version" not in values:
+        return values
+    if values.pop("seal", None) != seal(values):
+        raise ValueError(f"{path} is damaged (not the values that it was written with)")
+    return values
+
+
+def seal(values: Mapping[str, Any]) -> str:
+    return sha256_text(json.dumps(values, sort_keys=True))
 
 
 def best_checkpoint(root: Path) -> Path | None:
     """The one with the greatest acceptance length, if any was measured; the newest of equals."""
-    measured = [folder for folder in step_folders(root) if (folder / PROBE).is_file()]
-    return max(measured, key=lambda folder: (read_json(folder / PROBE)["acceptance_length"], folder.name), default=None)
+    measured = {
+        folder: read_probe(folder)["acceptance_length"] for folder in step_folders(root) if (folder / PROBE).is_file()
+    }
+    return max(measured, key=lambda folder: (measured[folder], folder.name), default=None)
 
 
-def save_probe(folder: Path, values: Mapping[str, Any]) -> None:
-    """Keep what was measured of a checkpoint, and let `best` point to the best one."""
-    write_json(folder / PROBE, values)
-    best, link, temporary = best_checkpoint(folder.parent), folder.parent / BEST, folder.parent / f".{BEST}.tmp"
-    assert best is not None
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(best.name)
-    temporary.replace(link)
-
-
-def find_checkpoint(resume: str, root: Path) -> Path | None:
-    """`auto`: the newest checkpoint, if any. `none`: start anew. Anything else: that folder.
-
-    Raises ValueError where it is not a training checkpoint, or is damaged; the one before it is named then.
-    """
-    if resume == "none":
-        return None
-    folder = Path(resume)
-    if resume == "auto":
-        folders = step_folders(root)
-        if not folders:
-            return None
-        folder = folders[-1]
-    if not (folder / TRAINER).is_file():
-        raise ValueError(
-            f"resume={resume}: {folder} is not a training checkpoint (no {TRAINER}); use auto, none or a folder"
-        )
-    check_files(folder)
-    return folder
-
-
-def check_files(folder: Path) -> None:
-    """Raises ValueError that names the damaged file of a checkpoint and what to go on from instead."""
-    older = [str(other) for other in step_folders(folder.parent) if other.name < folder.name]
-    way_out = f"resume={older[-1]} goes on from the one before" if older else "resume=none starts anew"
+def read_probe(folder: Path) -> dict[str, float]:
+    """What was measured of a checkpoint. Raises ValueError where the file is damaged or of another version."""
+    path = folder / PROBE
     try:
-        files = read_json(folder / TRAINER)["files"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / TRAINER} is damaged ({error}); {way_out}") from error
-    for name, (size, digest) in files.items():
-        path = folder / name
-        if not path.is_file():
-            raise ValueError(f"{path} is missing; {way_out}")
-        if path.stat().st_size != size or sha256_file(path) != digest:
-            raise ValueError(f"{path} is damaged (not the bytes that {TRAINER} lists); {way_out}")
+        values = read_sealed(path)
+        if (version := values.pop("format_version", None)) != FORMAT_VERSION:
+            raise ValueError(f"{path} has format_version {version}, this version reads {FORMAT_VERSION}")
+    except ValueError as error:
+        raise ValueError(f"{error}: remove the file, and the run goes on without this measurement") from error
+    return values
 
 
-def read_progress(folder: Path, options: Mapping[str, Any], *, num_steps: int, extend: bool) -> Progress:
-    """Where the run at `folder` goes on. Raises ValueError on other options, and on another length without `extend`,
-    which gives the steps beyond it a schedule of their own: a finished one has ended at a rate of zero."""
-    saved = read_json(folder / TRAINER)
-    before = saved["options"]
-    differing = [
-        f"{key} (was {before.get(key)}, now {options.get(key)})"
-        for key in sorted(options.keys() | before.keys())
-        if before.get(key) != options.get(key)
-    ]
-    if differing:
-        raise ValueError(
-            f"cannot resume {folder} with other options: {'; '.join(differing)}; use resume=none or a new name"
-        )
-    step, schedule = saved["step"], Schedule(**saved["schedule"])
-    if num_steps != schedule.num_steps:
-        if not extend:
-            raise ValueError(
-                f"cannot resume {folder} with num_steps (was {schedule.num_steps}, now {num_steps}): its learning rate "
-                f"falls towards step {schedule.num_steps}. extend=true goes on from step {step} with a schedule of its "
-                f"own up to {num_steps}"
-            )
-        if num_steps <= step:
-            raise ValueError(f"extend=true: num_steps={num_steps} is not beyond step {step} of {folder}")
-        schedule = Schedule(first_step=step, num_steps=num_steps)
-    return Progress(step, schedule, saved["num_processes"])
+def save_probe(folder: Path, values: Mapping[str, float]) -> None:
+    """Keep what was measured of a checkpoint, and let `best` point to the best one."""
+    with writing(folder):
+        write_sealed(folder / PROBE, values)
+        link_best(folder.parent)
 
 
-def put_aside(output_dir: Path, *, newer_than: Path | None) -> None:
-    """Move checkpoints that a run will contradict (all of them and the metrics, or only newer ones) to before_<n>/."""
-    root = output_dir / "checkpoints"
-    moved = [folder for folder in step_folders(root) if newer_than is None or folder.name > newer_than.name]
-    if not moved:
-        return
-    number = 1
-    while (aside := output_dir / f"before_{number}").exists():
-        number += 1
-    aside.mkdir()
-    for folder in moved:
-        folder.rename(aside / folder.name)
-    if (root / BEST).is_symlink() and not (root / BEST).exists():
-        (root / BEST).unlink()
-    if newer_than is None:
-        for name in ("metrics.jsonl", "wandb_run_id"):
-            if (output_dir / name).is_file():
-                (output_dir / name).rename(aside / name)
-    log.info("train: moved %d checkpoints that this run does not go on from to %s", len(moved), aside)
+def link_best(root: Path) -> None:
+    best, link, temporary = best_checkpoint(root), root / BEST, root / f".{BEST}.tmp"
+    if best is None:
+        link.unlink(missing_ok=True)
+    elif not link.is_symlink() or link.readlink() != Path(best.name):
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(best.name)
+        temporary.replace(link)
 
 
-def rng_name(process_index: int) -> str:
-    return f"rng_{process_index:05d}.pt"
+def process_name(process_index: int) -> str:
+    return f"process_{process_index:05d}.pt"
 
 
 def random_state() -> dict[str, Any]:
@@ -234,12 +229,18 @@ def random_state() -> dict[str, Any]:
     }
 
 
-def restore_random_state(folder: Path, accelerator: Accelerator) -> None:
-    """That of the same process; one that did not exist then keeps its seed."""
-    path = folder / rng_name(accelerator.process_index)
+def restore_process(folder: Path, process_index: int) -> Window | None:
+    """Restore the random state of the same process; returns its metrics since the last report. One that did not exist
+    then keeps the state of its seed, and has none."""
+    path = folder / process_name(process_index)
     if not path.is_file():
-        return
+        return None
     state = torch.load(path, weights_only=True)
+    set_random_state(state["random"])
+    return state["window"]
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])

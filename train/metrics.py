@@ -3,7 +3,7 @@
 import resource
 import time
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -14,6 +14,9 @@ from models.flops import num_tokens
 
 # Dense bf16 operations of one device, by a part of its name (vendors' data sheets, without sparsity).
 PEAK_TFLOPS = {"H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "B200": 2250.0}
+
+
+Window = dict[str, Any]  # what a process has gathered since the last report: tensors in host memory and numbers
 
 
 class MetricSums:
@@ -28,6 +31,12 @@ class MetricSums:
                 before = self._sums[name]
                 total, count = before[0] + total, before[1] + count
             self._sums[name] = (total, count)
+
+    def state(self) -> Window:
+        return {name: tuple(part.detach().cpu() for part in parts) for name, parts in self._sums.items()}
+
+    def restore(self, state: Window, device: torch.device) -> None:
+        self._sums = {name: (total.to(device), count.to(device)) for name, (total, count) in state.items()}
 
     def report(self, accelerator: Accelerator) -> dict[str, float]:
         """Global means; per-slot metrics come as name@k. A collective call; starts a new window."""
@@ -85,6 +94,15 @@ class Throughput:
         """What was done since the last step (a checkpoint, a probe) is no training time."""
         now = time.perf_counter()
         self._began, self._last = self._began + now - self._last, now
+
+    def state(self) -> Window:
+        seconds = self._last - self._began
+        return {"counts": self._counts, "slots": self._slots.cpu(), "steps": self._steps, "seconds": seconds}
+
+    def restore(self, state: Window) -> None:
+        self._counts, self._slots, self._steps = state["counts"], state["slots"], state["steps"]
+        self._last = time.perf_counter()
+        self._began = self._last - state["seconds"]
 
     def report(self) -> dict[str, float]:
         """A collective call; starts a new window. Rates are sums over all processes, memory the most of any."""

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
@@ -65,11 +66,13 @@ class Shared(ABC):
 
     @abstractmethod
     def save_optimizer(self, folder: Path) -> None:
-        """A collective call; every process may write into `folder`, files of its own name."""
+        """A collective call; every process may write into `folder`, files of its own name. Raises OSError or
+        SafetensorError where it cannot."""
 
     @abstractmethod
-    def load(self, folder: Path, num_processes: int) -> None:
-        """Weights and optimiser of a checkpoint that so many processes wrote. Raises ValueError where it cannot."""
+    def load(self, folder: Path, *, num_processes: int, launcher: str) -> None:
+        """Weights and optimiser of a checkpoint, which so many processes of a launcher of that `name` wrote. Raises
+        ValueError where it cannot."""
 
 
 class Replicated(Shared):
@@ -98,7 +101,7 @@ class Replicated(Shared):
             state = {name: tensor.contiguous() for name, tensor in optimizer_state(self).items()}
             save_file(state, folder / OPTIMIZER)
 
-    def load(self, folder: Path, num_processes: int) -> None:  # noqa: ARG002 (any number)
+    def load(self, folder: Path, *, num_processes: int, launcher: str) -> None:  # noqa: ARG002 (any number)
         load_weights(self.drafter, read_weights(folder / WEIGHTS), folder / WEIGHTS)
         load_optimizer(self, folder)
 
@@ -136,9 +139,13 @@ class FullySharded(Replicated):
         return {name: tensor for name, tensor in whole if isinstance(tensor, Tensor)}
 
     def save_optimizer(self, folder: Path) -> None:
-        save_sharded(optimizer_state(self), checkpoint_id=folder / SHARDED_OPTIMIZER)
+        try:
+            save_sharded(optimizer_state(self), checkpoint_id=folder / SHARDED_OPTIMIZER)
+        except CheckpointException as error:  # raised by all processes where one could not write
+            reason, _trace = next(iter(error.failures.values()))
+            raise OSError(f"{folder / SHARDED_OPTIMIZER}: {reason}") from error
 
-    def load(self, folder: Path, num_processes: int) -> None:  # noqa: ARG002 (any number)
+    def load(self, folder: Path, *, num_processes: int, launcher: str) -> None:  # noqa: ARG002 (any number)
         tensors = read_weights(folder / WEIGHTS)
         own = dict(self.drafter.named_parameters()) | dict(self.drafter.named_buffers())
         if own.keys() != tensors.keys():
@@ -181,16 +188,20 @@ class Zero(Shared):
         return buffers | {name: tensor.clone() for name, tensor in masters.items() if tensor is not None}
 
     def save_optimizer(self, folder: Path) -> None:
-        self.model.save_checkpoint(str(folder), tag=SHARDED_OPTIMIZER)  # type: ignore[operator]
+        try:
+            self.model.save_checkpoint(str(folder), tag=SHARDED_OPTIMIZER)  # type: ignore[operator]
+        except RuntimeError as error:  # what torch.save makes of a full disk
+            raise OSError(f"{folder / SHARDED_OPTIMIZER}: {str(error).splitlines()[0]}") from error
 
-    def load(self, folder: Path, num_processes: int) -> None:
-        if num_processes != self.accelerator.num_processes or not (folder / SHARDED_OPTIMIZER).is_dir():
+    def load(self, folder: Path, *, num_processes: int, launcher: str) -> None:
+        if (launcher, num_processes) != (self.name, self.accelerator.num_processes):
             raise ValueError(
-                f"{folder} was written by {num_processes} processes, and {self.name} resumes only its own checkpoints "
-                f"on as many processes, not on {self.accelerator.num_processes}. Its model.safetensors holds the whole "
-                f"float32 weights: init={folder} starts from them with a fresh optimiser, under any launcher"
+                f"{folder} was written by {launcher} on {num_processes} process(es); {self.name} resumes only its own "
+                f"checkpoints, on as many processes, not on {self.accelerator.num_processes}. Its {WEIGHTS} holds the "
+                f"whole float32 weights: init={folder} starts from them with a fresh optimiser, under any launcher"
             )
-        self.model.load_checkpoint(str(folder), tag=SHARDED_OPTIMIZER)  # type: ignore[operator]
+        path, _ = self.model.load_checkpoint(str(folder), tag=SHARDED_OPTIMIZER)  # type: ignore[operator]
+        assert path is not None, folder  # DeepSpeed only warns where it finds nothing
 
 
 def share(drafter: Drafter, config: OptimConfig, accelerator: Accelerator, *, fsdp: bool) -> Shared:

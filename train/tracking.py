@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from data.run import read_lines
+from models.files import write_text
 from train.config import TrackerName, WandbConfig
+
+METRICS, WANDB_RUN = "metrics.jsonl", "wandb_run_id"  # files of the run folder
+PROBE_PREFIX = "probe/"
 
 
 class Tracker(Protocol):
@@ -15,14 +20,13 @@ class Tracker(Protocol):
 
 
 class JsonlTracker:
-    """One JSON object a line. Lines of steps that a resumed run trains again are dropped first."""
+    """One JSON object a line. Lines of steps that a resumed run trains again are dropped first, and the probe of the
+    checkpoint that it goes on from, which it logs again."""
 
     def __init__(self, path: Path, *, first_step: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(path) if json.loads(line)["step"] <= first_step]
-        self._file = path.open("w", encoding="utf-8")
-        self._file.writelines(line + "\n" for line in kept)
-        self._file.flush()
+        kept = [line for line in read_lines(path, repair=False) if _is_before(line, first_step)]
+        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))  # whole at any time, also for a kill
+        self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._file.write(json.dumps({"step": step, **values}) + "\n")
@@ -38,7 +42,7 @@ class WandbTracker:
     def __init__(self, config: WandbConfig, folder: Path, run_config: Mapping[str, Any]) -> None:
         import wandb
 
-        id_file = folder / "wandb_run_id"
+        id_file = folder / WANDB_RUN
         run_id = id_file.read_text().strip() if id_file.is_file() else secrets.token_hex(4)
         id_file.write_text(run_id)
         self._run = wandb.init(
@@ -76,15 +80,12 @@ class WandbTracker:
 def build_trackers(
     name: TrackerName, wandb: WandbConfig, folder: Path, run_config: Mapping[str, Any], *, first_step: int
 ) -> list[Tracker]:
-    trackers: list[Tracker] = [JsonlTracker(folder / "metrics.jsonl", first_step=first_step)]
+    trackers: list[Tracker] = [JsonlTracker(folder / METRICS, first_step=first_step)]
     if name is TrackerName.wandb:
         trackers.append(WandbTracker(wandb, folder, run_config))
     return trackers
 
 
-def _lines(path: Path) -> list[str]:
-    """Whole lines of a JSONL that a crash may have torn at the end."""
-    if not path.is_file():
-        return []
-    content = path.read_text(encoding="utf-8")
-    return content[: content.rfind("\n") + 1].splitlines()
+def _is_before(line: Mapping[str, Any], first_step: int) -> bool:
+    is_probe = any(name.startswith(PROBE_PREFIX) for name in line)
+    return line["step"] < first_step + (not is_probe)

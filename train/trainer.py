@@ -21,21 +21,23 @@ from models.base import DraftBatch, Drafter
 from models.checkpoint import step_folder
 from models.target import TargetIdentity
 from train.checkpoint import (
+    PROBE,
     Progress,
-    find_checkpoint,
-    put_aside,
-    read_progress,
-    restore_random_state,
+    random_state,
+    read_probe,
+    restore_process,
     save_checkpoint,
     save_probe,
-    trajectory,
+    set_random_state,
+    tidy,
 )
 from train.config import ONLINE, TrainConfig
 from train.metrics import MetricSums, Throughput
 from train.optim import Schedule, learning_rate
 from train.parallel import Shared, share
+from train.resume import Found, find_checkpoint, on_main, put_aside, read_progress, trajectory
 from train.setup import set_up_compute
-from train.tracking import Tracker, build_trackers
+from train.tracking import PROBE_PREFIX, Tracker, build_trackers
 
 log = logging.getLogger(__name__)
 
@@ -88,32 +90,30 @@ def train(
     num_steps = config.num_steps if config.num_steps is not None else int(config.num_epochs * plan.steps_per_epoch)
     if num_steps < 1:
         raise ValueError(f"num_steps={config.num_steps} and num_epochs={config.num_epochs} give no training step")
-    check_probe(config)
-    found = find_checkpoint(config.resume, folder / "checkpoints")
-    progress = Progress(0, Schedule(0, num_steps), accelerator.num_processes)
+    check_intervals(config)
+    found = on_main(accelerator, lambda: find(config, options, num_steps))
+    progress = found.progress if found else Progress(0, Schedule(0, num_steps))
     if found:
-        progress = read_progress(found, options, num_steps=num_steps, extend=config.extend)
         state = "finished" if progress.is_finished else "resumed"
         log.info("train: %s at step %d of %d", state, progress.step, num_steps)
-        if progress.is_finished:
-            return found
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process and config.resume != "auto":
-        put_aside(folder, newer_than=found)
-    accelerator.wait_for_everyone()
+        if progress.is_finished and (probe is None or not lacks_probe(config, found.folder, progress)):
+            on_main(accelerator, lambda: settle(config, found))
+            return found.folder
     drafter.to(accelerator.device)
     set_up_compute(drafter, config, accelerator)
     shared = share(drafter, config.optim, accelerator, fsdp=fsdp)
     log.info("train: %s, %d processes on %s", shared.name, accelerator.num_processes, accelerator.device.type)
-    if found:
-        shared.load(found, progress.num_processes)
-        restore_random_state(found, accelerator)
     throughput = Throughput(config.peak_tflops, accelerator)
     run = Run(config, accelerator, shared, plan, progress.schedule, identity, options, probe, throughput)
+    if found:
+        load(run, found)
+    on_main(accelerator, lambda: settle(config, found))  # after all that may refuse to go on
     if accelerator.is_main_process:
         about = {**run_config, "launcher": shared.name, "num_processes": accelerator.num_processes}
         run.trackers = build_trackers(config.tracker, config.wandb, folder, about, first_step=progress.step)
     try:
+        if found and found.is_in(run.checkpoints):  # a kill may have come before its probe
+            measure(run, found.folder, progress.step)
         done = run_steps(run, store, progress.step)
     finally:
         for tracker in run.trackers:
@@ -132,8 +132,34 @@ def step_plan(config: TrainConfig, store: FeatureSource, num_processes: int) -> 
     )
 
 
-def check_probe(config: TrainConfig) -> None:
-    """Raises ValueError unless probes fall on checkpoints, of which they are taken."""
+def find(config: TrainConfig, options: Mapping[str, Any], num_steps: int) -> Found | None:
+    """The checkpoint to go on from, whole and of this run."""
+    folder = find_checkpoint(config.resume, Path(config.output_dir) / "checkpoints")
+    return folder and read_progress(folder, options, num_steps=num_steps, extend=config.extend)
+
+
+def settle(config: TrainConfig, found: Found | None) -> None:
+    """Make the run folder that of a run which goes on from `found`."""
+    if config.resume != "auto" and not (found and found.progress.is_finished):
+        put_aside(Path(config.output_dir), found=found)
+    tidy(Path(config.output_dir) / "checkpoints", config.keep_checkpoints)
+
+
+def load(run: Run, found: Found) -> None:
+    """Everything that the loop changes, as it was at the checkpoint."""
+    run.shared.load(found.folder, num_processes=found.num_processes, launcher=found.launcher)
+    window = restore_process(found.folder, run.accelerator.process_index)
+    # Of other processes than these, sums would be counted twice or be missing: the next report begins here then.
+    if window is not None and found.num_processes == run.accelerator.num_processes:
+        run.window.restore(window["metrics"], run.accelerator.device)
+        run.throughput.restore(window["throughput"])
+
+
+def check_intervals(config: TrainConfig) -> None:
+    """Raises ValueError unless intervals are positive and probes fall on checkpoints, of which they are taken."""
+    for name in ("log_every", "checkpoint_every", "keep_checkpoints"):
+        if (value := getattr(config, name)) < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
     every = config.probe.every
     if every is not None and (every < 1 or every % config.checkpoint_every):
         raise ValueError(
@@ -177,25 +203,41 @@ def agreed(stop: StopRequest, accelerator: Accelerator) -> bool:
 
 def checkpoint(run: Run, step: int) -> None:
     """Save, and measure where it is time for that; a collective call."""
-    accelerator, plan = run.accelerator, run.plan
+    plan = run.plan
     folder = save_checkpoint(
         run.checkpoints,
-        progress=Progress(step, run.schedule, accelerator.num_processes),
+        progress=Progress(step, run.schedule),
         shared=run.shared,
         identity=run.identity,
         options=run.options,
         position={"epoch": step // plan.steps_per_epoch, "record": step % plan.steps_per_epoch * plan.batch_size},
+        window={"metrics": run.window.state(), "throughput": run.throughput.state()},
         keep=run.config.keep_checkpoints,
     )
-    every = run.config.probe.every
-    if run.probe is not None and every is not None and (step % every == 0 or step == run.schedule.num_steps):
-        if accelerator.is_main_process:
-            values = run.probe(folder)
-            save_probe(folder, {"step": step, **values})
-            for tracker in run.trackers:
-                tracker.log(step, {f"probe/{name}": value for name, value in values.items()})
-        accelerator.wait_for_everyone()
+    measure(run, folder, step)
     run.throughput.pause()
+
+
+def measure(run: Run, folder: Path, step: int) -> None:
+    """Probe a checkpoint where that is due, and log what was measured, now or before a kill; a collective call."""
+    if run.accelerator.is_main_process:
+        values, before = None, random_state()
+        if run.probe is not None and lacks_probe(run.config, folder, Progress(step, run.schedule)):
+            values = run.probe(folder)
+        elif (folder / PROBE).is_file():
+            values = read_probe(folder)
+        set_random_state(before)  # training goes on the same whether it probed or resumed
+        if values is not None:
+            for tracker in run.trackers:
+                tracker.log(step, {f"{PROBE_PREFIX}{name}": value for name, value in values.items()})
+            save_probe(folder, values)  # last: where it is there, it was logged
+    run.accelerator.wait_for_everyone()
+
+
+def lacks_probe(config: TrainConfig, folder: Path, progress: Progress) -> bool:
+    every = config.probe.every
+    is_due = every is not None and (progress.step % every == 0 or progress.is_finished)
+    return is_due and not (folder / PROBE).is_file()
 
 
 def micro_batches(run: Run, store: FeatureSource, first_step: int) -> Iterator[DraftBatch]:
@@ -208,6 +250,7 @@ def micro_batches(run: Run, store: FeatureSource, first_step: int) -> Iterator[D
         ),
         collate_fn=partial(collate, packing=config.packing),
         num_workers=config.num_workers,
+        generator=torch.Generator(),  # for seeds that nothing uses: a resumed run would draw them again
         pin_memory=accelerator.device.type == "cuda",
     )
     # A target in this process computes on the same device: nothing is gained by doing that beside a step.

@@ -29,7 +29,7 @@ def training_mixer(
     flex: bool = False,
 ) -> Mixer:
     """How the blocks of packed rows attend in training; unused anchors see their own keys only."""
-    if flex:
+    if flex and anchors.shape[1]:  # without a block there is no tile to name
         return _flex_mixer(anchors.to(device), document_ids.to(device), num_slots, window)
     spans = context_spans(anchors, document_ids, num_slots=num_slots, window=window)
     spans = [Span(s.row, s.blocks, s.context, s.mask.to(device, non_blocking=True)) for s in spans]

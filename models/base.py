@@ -55,6 +55,10 @@ class DraftBatch:
         moved._host = self.host
         return moved
 
+    def pin_memory(self) -> "DraftBatch":
+        """What a DataLoader calls: copies from pinned memory do not wait for the device."""
+        return DraftBatch(**{name: tensor.pin_memory() for name, tensor in self.tensors().items()})
+
     def __post_init__(self) -> None:
         self._host: DraftBatch | None = None
 

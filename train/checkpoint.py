@@ -60,9 +60,8 @@ def save_checkpoint(
     options: Mapping[str, Any],
     position: Mapping[str, int],
     window: Window,
-    keep: int,
 ) -> Path:
-    """All processes write under a temporary name, the main one lists, syncs and renames; then old ones go.
+    """All processes write under a temporary name, then the main one lists, syncs and renames.
 
     Raises ValueError where a process cannot write; those before it are whole then, and the launcher ends the others.
     """
@@ -91,7 +90,6 @@ def save_checkpoint(
                 "options": options,
             }
             publish(temporary, folder, values)
-            tidy(root, keep)
     accelerator.wait_for_everyone()
     return folder
 

@@ -1,8 +1,11 @@
 """Going on from a training checkpoint: which one, whether it is whole and fits, and where what it contradicts goes."""
 
+import errno
+import fcntl
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +23,7 @@ from train.tracking import METRICS, WANDB_RUN
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+LOCK = ".train.lock"
 # A resumed run may change these; anything else would make it another run than the one it claims to continue.
 FREE_OPTIONS = {"name", "output_dir", "resume", "extend", "log_every", "checkpoint_every", "keep_checkpoints"}
 FREE_OPTIONS |= {"tracker", "wandb", "store", "tokens_per_batch", "packing", "num_workers", "probe"}
@@ -48,6 +52,29 @@ class Found:
 
     def is_in(self, root: Path) -> bool:
         return self.folder.parent.resolve() == root.resolve()
+
+
+@contextmanager
+def alone_in(output_dir: Path, accelerator: Accelerator) -> Iterator[None]:
+    """Hold the run folder's lock, which ends with the main process. Raises ValueError where another run holds it: a
+    launcher that was killed may leave its processes behind, and two runs would write the same checkpoints."""
+    with ExitStack() as stack:
+        on_main(accelerator, lambda: _lock(stack, output_dir))
+        yield
+
+
+def _lock(stack: ExitStack, output_dir: Path) -> None:
+    output_dir.mkdir(parents=True, exist_ok=True)
+    file = stack.enter_context((output_dir / LOCK).open("w"))
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            raise ValueError(
+                f"output_dir={output_dir}: another run trains there now; wait for it, stop its processes, or use "
+                "another name="
+            ) from error
+        log.warning("train: %s has no locks (%s): do not start a second run there", output_dir, error.strerror)
 
 
 def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:

@@ -35,7 +35,7 @@ from train.config import ONLINE, TrainConfig
 from train.metrics import MetricSums, Throughput
 from train.optim import Schedule, learning_rate
 from train.parallel import Shared, share
-from train.resume import Found, find_checkpoint, on_main, put_aside, read_progress, trajectory
+from train.resume import Found, alone_in, find_checkpoint, on_main, put_aside, read_progress, trajectory
 from train.setup import set_up_compute
 from train.tracking import PROBE_PREFIX, Tracker, build_trackers
 
@@ -84,41 +84,43 @@ def train(
 
     A SIGTERM ends the run early with a checkpoint, from which the same command goes on.
     """
-    store.check_target(identity, drafter.target_layer_ids)
-    folder, options = Path(config.output_dir), trajectory(config)
-    plan = step_plan(config, store, accelerator.num_processes)
-    num_steps = config.num_steps if config.num_steps is not None else int(config.num_epochs * plan.steps_per_epoch)
-    if num_steps < 1:
-        raise ValueError(f"num_steps={config.num_steps} and num_epochs={config.num_epochs} give no training step")
-    check_intervals(config)
-    found = on_main(accelerator, lambda: find(config, options, num_steps))
-    progress = found.progress if found else Progress(0, Schedule(0, num_steps))
-    if found:
-        state = "finished" if progress.is_finished else "resumed"
-        log.info("train: %s at step %d of %d", state, progress.step, num_steps)
-        if progress.is_finished and (probe is None or not lacks_probe(config, found.folder, progress)):
-            on_main(accelerator, lambda: settle(config, found))
-            return found.folder
-    drafter.to(accelerator.device)
-    set_up_compute(drafter, config, accelerator)
-    shared = share(drafter, config.optim, accelerator, fsdp=fsdp)
-    log.info("train: %s, %d processes on %s", shared.name, accelerator.num_processes, accelerator.device.type)
-    throughput = Throughput(config.peak_tflops, accelerator)
-    run = Run(config, accelerator, shared, plan, progress.schedule, identity, options, probe, throughput)
-    if found:
-        load(run, found)
-    on_main(accelerator, lambda: settle(config, found))  # after all that may refuse to go on
-    if accelerator.is_main_process:
-        about = {**run_config, "launcher": shared.name, "num_processes": accelerator.num_processes}
-        run.trackers = build_trackers(config.tracker, config.wandb, folder, about, first_step=progress.step)
-    try:
-        if found and found.is_in(run.checkpoints):  # a kill may have come before its probe
-            measure(run, found.folder, progress.step)
-        done = run_steps(run, store, progress.step)
-    finally:
-        for tracker in run.trackers:
-            tracker.close()
-    return step_folder(run.checkpoints, done)
+    with alone_in(Path(config.output_dir), accelerator):
+        store.check_target(identity, drafter.target_layer_ids)
+        folder, options = Path(config.output_dir), trajectory(config)
+        plan = step_plan(config, store, accelerator.num_processes)
+        num_steps = config.num_steps if config.num_steps is not None else int(config.num_epochs * plan.steps_per_epoch)
+        if num_steps < 1:
+            raise ValueError(f"num_steps={config.num_steps} and num_epochs={config.num_epochs} give no training step")
+        check_intervals(config)
+        found = on_main(accelerator, lambda: find(config, options, num_steps))
+        progress = found.progress if found else Progress(0, Schedule(0, num_steps))
+        if found:
+            state = "finished" if progress.is_finished else "resumed"
+            log.info("train: %s at step %d of %d", state, progress.step, num_steps)
+            may_measure = probe is not None and found.is_in(folder / "checkpoints")
+            if progress.is_finished and not (may_measure and lacks_probe(config, found.folder, progress)):
+                on_main(accelerator, lambda: settle(config, found))
+                return found.folder
+        drafter.to(accelerator.device)
+        set_up_compute(drafter, config, accelerator)
+        shared = share(drafter, config.optim, accelerator, fsdp=fsdp)
+        log.info("train: %s, %d processes on %s", shared.name, accelerator.num_processes, accelerator.device.type)
+        throughput = Throughput(config.peak_tflops, accelerator)
+        run = Run(config, accelerator, shared, plan, progress.schedule, identity, options, probe, throughput)
+        if found:
+            load(run, found)
+        on_main(accelerator, lambda: settle(config, found))  # after all that may refuse to go on
+        if accelerator.is_main_process:
+            about = {**run_config, "launcher": shared.name, "num_processes": accelerator.num_processes}
+            run.trackers = build_trackers(config.tracker, config.wandb, folder, about, first_step=progress.step)
+        try:
+            if found and found.is_in(run.checkpoints):  # a kill may have come before its probe
+                measure(run, found.folder, progress.step)
+            done = run_steps(run, store, progress.step)
+        finally:
+            for tracker in run.trackers:
+                tracker.close()
+        return step_folder(run.checkpoints, done)
 
 
 def step_plan(config: TrainConfig, store: FeatureSource, num_processes: int) -> StepPlan:
@@ -212,14 +214,14 @@ def checkpoint(run: Run, step: int) -> None:
         options=run.options,
         position={"epoch": step // plan.steps_per_epoch, "record": step % plan.steps_per_epoch * plan.batch_size},
         window={"metrics": run.window.state(), "throughput": run.throughput.state()},
-        keep=run.config.keep_checkpoints,
     )
     measure(run, folder, step)
     run.throughput.pause()
 
 
 def measure(run: Run, folder: Path, step: int) -> None:
-    """Probe a checkpoint where that is due, and log what was measured, now or before a kill; a collective call."""
+    """Probe a checkpoint where that is due, log what was measured, now or before a kill, and drop those that are
+    neither new nor best; a collective call."""
     if run.accelerator.is_main_process:
         values, before = None, random_state()
         if run.probe is not None and lacks_probe(run.config, folder, Progress(step, run.schedule)):
@@ -231,6 +233,7 @@ def measure(run: Run, folder: Path, step: int) -> None:
             for tracker in run.trackers:
                 tracker.log(step, {f"{PROBE_PREFIX}{name}": value for name, value in values.items()})
             save_probe(folder, values)  # last: where it is there, it was logged
+        tidy(run.checkpoints, run.config.keep_checkpoints)
     run.accelerator.wait_for_everyone()
 
 

@@ -12,7 +12,7 @@ under bf16, else 4):
     batch        features and supervised last hidden states, in the type that the store gives back
     activations  each of the rows that pass a layer (`Drafter.layer_rows`): (4D + 3q + 3k + 4I) b + (4D + q + k) 4
                  bytes with q and k the widths of all query and of all key heads, I the MLP's; dense attention adds its
-                 H (S + K) probabilities of 4 bytes, S the tokens of a chat. Each token: (L D + 3D + 4k a layer) b
+                 H (S + K) probabilities of 4 bytes (bf16: 6), S tokens a chat. Each token: (L D + 3D + 4k a layer) b
     loss         four chunks of `CHUNK_BYTES` (models/vocab_loss.py) or less; 12 D bytes a row; the gradient, 4 bytes
                  each, of a trained head over the vocabulary, once a step of a chain
 
@@ -214,7 +214,8 @@ def activation_bytes(drafter: Drafter, batch: DraftBatch, itemsize: int) -> floa
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     of_row = itemsize * (4 * size + 3 * queries + 3 * keys + 4 * width) + 4 * (4 * size + queries + keys)
     if not drafter.flex_attention:
-        of_row += 4 * spec.num_heads * (int(batch.host.position_ids.max()) + 1 + drafter.num_draft_tokens)
+        of_score = 4 if itemsize == 4 else 4 + itemsize  # a probability is kept before and after it is narrowed
+        of_row += of_score * spec.num_heads * (int(batch.host.position_ids.max()) + 1 + drafter.num_draft_tokens)
     num_layers = len(drafter.sharded_layers or [None])
     of_token = (len(drafter.target_layer_ids) + 3) * size + 4 * keys * num_layers
     return float(rows) * of_row + float(batch.input_ids.numel()) * itemsize * of_token

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_mask, flex_attention
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from models import attention
 from models.attention import training_mixer

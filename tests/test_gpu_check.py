@@ -118,7 +118,7 @@ def test_the_export_check_notices_another_drafter(monkeypatch: pytest.MonkeyPatc
     def damaged(*args: Any, **kwargs: Any) -> Any:
         loaded = original(*args, **kwargs)
         with torch.no_grad():
-            loaded.drafter.fc.weight.neg_()
+            loaded.drafter.get_parameter("fc.weight").neg_()
         return loaded
 
     monkeypatch.setattr(gpu_check, "load_drafter", damaged)

@@ -1,7 +1,7 @@
 """Runs that are killed and resumed: how they are started, in this process, forked or by a launcher, and compared.
 
-python -m tests.resumed_training TARGET STORE JOBS OUT: started by a launcher, trains the runs that the JSON file JOBS
-lists, one after another in one world, and writes to OUT what became of each (null, or the error that refused it).
+python -m tests.resumed_training TARGET STORE FOLDER: started by a launcher, trains the runs that FOLDER/jobs.json
+lists, one after another in one world, and writes to FOLDER/outcomes.json what became of each: null, or its error.
 """
 
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from accelerate import Accelerator, debug_launcher
 from accelerate.state import AcceleratorState
@@ -30,7 +31,7 @@ from tests.test_train import SPEEDS, train_config
 from train import trainer
 from train.config import ProbeConfig, TrainConfig
 
-MEASURED = {2: 1.5, 4: 1.2, 6: 1.4, 8: 1.8}  # acceptance lengths that probes find, by step
+MEASURED = {2: 1.5, 4: 1.2, 6: 1.8}  # acceptance lengths that probes find, by step
 PROBES = ProbeConfig(every=2, prompts=None, num_prompts=1, max_new_tokens=1, temperature=0.0)
 plain_step = trainer.optimiser_step
 
@@ -61,9 +62,7 @@ class Runs:
         random.seed(5), np.random.seed(5)
         accelerator = accelerator or Accelerator(cpu=True)
         probed = probe if config.probe.every else None
-        trainer.train(
-            config, drafter, self.store, self.identity, accelerator, run_config={}, fsdp=fsdp, probe=probed
-        )
+        trainer.train(config, drafter, self.store, self.identity, accelerator, run_config={}, fsdp=fsdp, probe=probed)
         return Path(config.output_dir)
 
     def train_together(self, config: TrainConfig, num_processes: int, *, fsdp: bool = False) -> Path:
@@ -77,6 +76,46 @@ class Runs:
 
         debug_launcher(work, num_processes=num_processes)
         return Path(config.output_dir)
+
+
+@pytest.fixture
+def runs(
+    tiny_target: Target,
+    tiny_target_config: TargetConfig,
+    tiny_store: FeatureStore,
+    tiny_identity: TargetIdentity,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Runs:
+    """Of noisy steps."""
+    monkeypatch.setattr(trainer, "optimiser_step", noisy_step)
+    return Runs(tiny_target, tiny_target_config, tiny_store, tiny_identity)
+
+
+@pytest.fixture(scope="module")
+def whole(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_target: Target,
+    tiny_target_config: TargetConfig,
+    tiny_store: FeatureStore,
+    tiny_identity: TargetIdentity,
+) -> Path:
+    """The run of `config_of` that nothing disturbed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "optimiser_step", noisy_step)
+        runs = Runs(tiny_target, tiny_target_config, tiny_store, tiny_identity)
+        return runs.train(config_of(tmp_path_factory.mktemp("whole")))
+
+
+def config_of(folder: Path, **changes: Any) -> TrainConfig:
+    """6 steps, checkpoints and probes at every second, reports at other steps; the newest is kept, and the best, which
+    is that of step 2, then of step 6."""
+    values: dict[str, Any] = {"num_steps": 6, "keep_checkpoints": 1, "log_every": 4, "probe": PROBES}
+    return train_config(folder, **values | changes)
+
+
+def steps_of(folder: Path) -> list[int]:
+    """Of a run's checkpoints."""
+    return [int(path.name.removeprefix("step_")) for path in step_folders(folder / "checkpoints")]
 
 
 def started(work: Callable[[], object], *, quiet: bool = True) -> int:
@@ -152,14 +191,13 @@ def assert_same_run(folder: Path, whole: Path) -> None:
     assert logged(folder) == logged(whole)
 
 
-def main(target_path: str, store_path: str, jobs: str, out: str) -> None:
+def main(target_path: str, store_path: str, folder: str) -> None:
     torch.set_num_threads(1)
     config = TargetConfig("tiny", target_path, TINY_LAYER_IDS, 4, "float32", None, None, None, 1)
     target, identity = load_target(config, torch.device("cpu")), target_identity(config)
     runs = Runs(target, config, FeatureStore(Path(store_path)), identity)
-    trainer.optimiser_step = noisy_step
     results: dict[str, str | None] = {}
-    for name, changes in read_json(Path(jobs)).items():
+    for name, changes in read_json(Path(folder) / "jobs.json").items():
         AcceleratorState._reset_state()
         accelerator = start_processes(os.environ, mixed_precision="no")
         stop_at = changes.pop("stop_at", None)
@@ -171,7 +209,7 @@ def main(target_path: str, store_path: str, jobs: str, out: str) -> None:
         except ValueError as error:
             results[name] = str(error)
         if accelerator.is_main_process:
-            write_json(Path(out), results)
+            write_json(Path(folder) / "outcomes.json", results)
     accelerator.end_training()
 
 

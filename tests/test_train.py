@@ -1,9 +1,6 @@
 """Tests of the trainer: resuming, splitting, processes, and what it writes."""
 
 import json
-import os
-import random
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from data.responses import ChatOptions
 from data.store import FeatureStore
 from models.checkpoint import step_folders
 from models.target import Target, TargetConfig, TargetIdentity
-from tests.conftest import build_dspark, planted_fault, run_killed
+from tests.conftest import build_dspark, planted_fault
 from train import trainer
 from train.config import (
     AttentionBackend,
@@ -36,7 +33,6 @@ from train.config import (
 )
 from train.metrics import MetricSums, expected_acceptance_length
 from train.optim import Schedule, learning_rate
-from train.resume import find_checkpoint
 
 NUM_STEPS = 6
 SPEEDS = {"seconds_per_step", "tokens_per_second", "supervised_slots_per_second", "tflops", "peak_memory_gib"}
@@ -117,83 +113,6 @@ def test_training_lowers_the_loss_and_logs_every_metric(tmp_path: Path, run_trai
     expected = {"loss", "learning_rate", "grad_norm", "cross_entropy", "l1", "confidence_bce", "confidence_error"}
     expected |= {f"accept_rate@{k}" for k in range(4)} | {f"top1_agreement@{k}" for k in range(4)}
     assert expected <= lines[-1].keys()
-
-
-@pytest.mark.parametrize("call", [1, 2, 3])
-def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, run_training: Any, call: int) -> None:
-    undisturbed = run_training(train_config(tmp_path / "whole"))
-    config = train_config(tmp_path / "killed")
-    code = run_killed(lambda: run_training(config), kill_at=(trainer, "save_checkpoint", call))
-    assert code == -9
-    assert len(step_folders(tmp_path / "killed" / "checkpoints")) == min(call - 1, 2)
-    resumed = run_training(config)
-    assert all(torch.equal(resumed[name], undisturbed[name]) for name in undisturbed)
-    assert logged(tmp_path / "killed")[-1]["loss"] == logged(tmp_path / "whole")[-1]["loss"]
-
-
-def test_a_kill_inside_a_checkpoint_leaves_the_one_before(tmp_path: Path, run_training: Any) -> None:
-    config = train_config(tmp_path)
-    code = run_killed(lambda: run_training(config), kill_at=(torch, "save", 2))
-    assert code == -9
-    assert [path.name for path in step_folders(tmp_path / "checkpoints")] == ["step_00000002"]
-
-
-def test_sigterm_saves_the_step_in_progress_and_the_run_goes_on(
-    tmp_path: Path, run_training: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    undisturbed = run_training(train_config(tmp_path / "whole"))
-    config, original = train_config(tmp_path / "stopped"), trainer.optimiser_step
-
-    def stopped(run: trainer.Run, batches: Any, step: int) -> Any:
-        if step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(run, batches, step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer, "optimiser_step", stopped)
-        run_training(config)
-    assert [folder.name for folder in step_folders(tmp_path / "stopped" / "checkpoints")][-1] == "step_00000003"
-    resumed = run_training(config)
-    assert all(torch.equal(resumed[name], undisturbed[name]) for name in undisturbed)
-
-
-@pytest.mark.slow
-def test_runs_killed_before_any_write_resume_to_the_same_bits(tmp_path: Path, run_training: Any) -> None:
-    import models.files
-    import train.checkpoint
-
-    undisturbed = run_training(train_config(tmp_path / "whole"))
-    rng = random.Random(0)
-    kills = 0
-    for trial in range(12):
-        config = train_config(tmp_path / f"killed{trial}")
-        owner, name = rng.choice([(models.files, "fsync"), (train.checkpoint, "fsync"), (torch, "save")])
-        kills += run_killed(lambda: run_training(config), kill_at=(owner, name, rng.randrange(1, 6))) == -9  # noqa: B023
-        resumed = run_training(config)
-        assert all(torch.equal(resumed[key], undisturbed[key]) for key in undisturbed)
-    assert kills >= 8
-
-
-def test_a_finished_run_trains_no_further(tmp_path: Path, run_training: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = run_training(train_config(tmp_path))
-    monkeypatch.setattr(trainer, "optimiser_step", None)  # would raise if called
-    again = run_training(train_config(tmp_path))
-    assert all(torch.equal(first[name], again[name]) for name in first)
-
-
-def test_resuming_with_other_options_is_refused(tmp_path: Path, run_training: Any) -> None:
-    run_training(train_config(tmp_path))
-    with pytest.raises(ValueError, match=r"seed \(was 3, now 4\).*resume=none"):
-        run_training(train_config(tmp_path, seed=4))
-    with pytest.raises(ValueError, match=r"learning_rate"):
-        run_training(train_config(tmp_path, optim=replace(OPTIM, learning_rate=1e-3)))
-    with pytest.raises(ValueError, match=r"num_steps \(was 6, now 9\).*extend=true goes on from step 6"):
-        run_training(train_config(tmp_path, num_steps=9))
-
-
-def test_a_resume_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"resume=.*nowhere.*trainer.json"):
-        find_checkpoint(str(tmp_path / "nowhere"), tmp_path)
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PROMPTS_DIR ?= $(wildcard ../shared/prompts)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo codecs drafters test test-slow test-engines bench check format
+.PHONY: help demo codecs drafters test test-slow test-engines bench gpu-check check format
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,11 +32,14 @@ test-engines: $(VENV)/engines  ## exported drafters served by llama.cpp against 
 bench: $(VENV)/installed  ## training steps at a vocabulary of 151,936, and extraction; writes outputs/bench.json
 	$(BIN)/python -m tests.bench_losses
 
+gpu-check: $(VENV)/installed  ## what only a GPU can settle, on one; writes outputs/gpu_check.json (launch/README.md)
+	@launch/gpu_check.sh
+
 check: $(VENV)/installed  ## lint, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/shellcheck launch/*.sh .ci/run
+	$(BIN)/shellcheck launch/*.sh launch/slurm/*.sbatch .ci/run
 
 format: $(VENV)/installed  ## fix what ruff can fix
 	$(BIN)/ruff check --fix .

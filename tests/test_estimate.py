@@ -255,6 +255,9 @@ def test_sharding_divides_what_it_says(config_alone: Path) -> None:
     assert found["ZeRO-2"].weights == 4.5 * count  # whole, and an eighth of masters
     layers = [sum(p.numel() for p in layer.parameters()) for layer in drafter.sharded_layers or ()]
     assert found["FSDP2"].weights == 0.5 * count + 4 * (count - sum(layers[2:]))  # two of five layers at once
+    assert found["FSDP2"].gradients == 4.5 * count  # micro-batches are summed before they are shared
+    at_once = replace(config, batch_size=16)
+    assert memory_of(at_once, drafter, target, PUBLISHED, LAUNCHERS[1], 8, narrow=False).gradients < 2.2 * count
     assert found["FSDP2"].total < found["ZeRO-2"].total < found["DDP"].total
 
 

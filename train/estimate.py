@@ -6,7 +6,8 @@ under bf16, else 4):
 
     weights      DDP 4P, and 2P of copies under bf16; FSDP2 4P/N; ZeRO-2 bP, ZeRO-3 bP/N, and 4P/N of masters. What is
                  gathered comes on top: FSDP2 two layers and all outside of layers, ZeRO-3 1e9 parameters, b each
-    gradients    DDP 4P; the others 4P/N, and FSDP2 one layer and all outside of layers, ZeRO a bucket of 5e8, b each
+    gradients    DDP 4P; the others 4P/N and, b each, FSDP2 one layer and all outside of layers, ZeRO a bucket of 5e8.
+                 FSDP2 sums the micro-batches of a step before it shares them: 4P where there are several
     adamw        8P, or 8P/N
     embedding    and head: frozen, in the target's type, once where they are tied
     batch        features and supervised last hidden states, in the type that the store gives back
@@ -181,6 +182,8 @@ def memory_of(
     count = sum(p.numel() for p in drafter.parameters())
     outside = count - len(layers) * of_layer
     part = count / num_processes
+    share = config.batch_size * corpus.tokens_per_chat / num_processes
+    is_accumulated = share > config.tokens_per_batch
     weights = 4 * (part if sharing.divides_weights else count)
     gradients = 4 * (part if sharing.divides_rest else count)
     if sharing.has_masters:
@@ -189,12 +192,11 @@ def memory_of(
         gradients += itemsize * REDUCE_BUCKET
     elif sharing.divides_weights:
         weights += itemsize * (outside + min(2, len(layers)) * of_layer)
-        gradients += itemsize * (outside + of_layer)
+        gradients += 4 * count if is_accumulated else itemsize * (outside + of_layer)
     elif narrow:
         weights += 2 * count
     spec, batch = drafter.spec, middling_batch(config, drafter, corpus, num_processes)
     tables = spec.vocab_size * spec.hidden_size * dtype_of(target.dtype).itemsize
-    share = config.batch_size * corpus.tokens_per_chat / num_processes
     scale = max(1.0, min(config.tokens_per_batch, share) / num_tokens(batch))
     return Memory(
         weights=weights,

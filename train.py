@@ -15,6 +15,7 @@ from models.target import load_tokenizer, target_identity
 from train.config import TrainConfig
 from train.estimate import show_estimate
 from train.setup import build_drafter, open_features
+from train.tracking import choose_tracker
 from train.trainer import train
 
 register("train_schema", TrainConfig)
@@ -27,6 +28,7 @@ def main(node: DictConfig) -> None:
         fsdp = asked_for_fsdp(os.environ)
         accelerator = start_processes(os.environ, mixed_precision=config.mixed_precision)
         config.mixed_precision = accelerator.mixed_precision
+        choose_tracker(config, os.environ)
         folder = Path(config.output_dir)
         target_config = prepare_target(node.target, folder, accelerator)
         if config.estimate:

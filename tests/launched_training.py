@@ -13,20 +13,28 @@ from accelerate.state import AcceleratorState
 
 from data.run import asked_for_fsdp, start_processes
 from data.store import FeatureStore
-from models.files import write_json
+from models.files import read_json, write_json
 from models.target import TargetConfig, load_target, target_identity
 from tests.conftest import TINY_LAYER_IDS, build_drafter, dspark_config, eagle3_config
 from tests.test_train import train_config
 from train import trainer
 
-SETTINGS = {  # packing, tokens of a micro-batch: all of a process's share at once, or in at least four parts
-    "packed": (True, 512),
-    "packed_4": (True, 64),
-    "rows": (False, 512),
-    "rows_4": (False, 64),
+SETTINGS = {  # packing, tokens of a step's micro-batches of all processes: one of each process, or at least four
+    "packed": (True, 1024),
+    "packed_4": (True, 80),
+    "rows": (False, 1024),
+    "rows_4": (False, 80),
 }
 NUM_STEPS = 20
 MODELS = {"dspark": dspark_config(num_layers=2), "eagle3": eagle3_config()}
+
+
+def num_micro_batches(store: FeatureStore, setting: str, num_processes: int) -> set[int]:
+    """Of one process in a step, over all steps of a run."""
+    packing, tokens = SETTINGS[setting]
+    config = train_config(Path(), packing=packing, tokens_per_batch=tokens // num_processes)
+    plan = trainer.step_plan(config, store, num_processes)
+    return {len(plan.micro_batches(step)[0]) for step in range(NUM_STEPS)}
 
 
 def main(target_path: str, store_path: str, out: str, mixed_precision: str) -> None:
@@ -37,7 +45,7 @@ def main(target_path: str, store_path: str, out: str, mixed_precision: str) -> N
         target_identity(config),
         FeatureStore(Path(store_path)),
     )
-    for setting, (packing, tokens_per_batch) in SETTINGS.items():
+    for setting, (packing, tokens) in SETTINGS.items():
         for model, options in MODELS.items():
             if model != "dspark" and setting != "packed":
                 continue  # the other drafter once: it is sharded in another way
@@ -47,7 +55,7 @@ def main(target_path: str, store_path: str, out: str, mixed_precision: str) -> N
                 Path(out) / f"{setting}_{model}",
                 num_steps=NUM_STEPS,
                 packing=packing,
-                tokens_per_batch=tokens_per_batch,
+                tokens_per_batch=tokens // accelerator.num_processes,
                 checkpoint_every=10,
                 log_every=1,
                 mixed_precision=mixed_precision,
@@ -56,8 +64,10 @@ def main(target_path: str, store_path: str, out: str, mixed_precision: str) -> N
             fsdp = asked_for_fsdp(os.environ)
             folder = trainer.train(train, drafter, store, identity, accelerator, run_config={}, fsdp=fsdp)
             assert folder.name == f"step_{NUM_STEPS:08d}"
+            launcher = read_json(folder / "trainer.json")["launcher"]
     if accelerator.is_main_process:
-        world = {"num_processes": accelerator.num_processes, "type": str(accelerator.distributed_type)}
+        kind = str(accelerator.distributed_type)
+        world = {"num_processes": accelerator.num_processes, "type": kind, "launcher": launcher}
         write_json(Path(out) / "world.json", world)
     accelerator.end_training()
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import models.block as block_module
 import models.eagle3 as eagle3_module
 import train.setup as training_setup
 from data.collate import collate
-from data.dataset import TrainingRecord
+from data.dataset import TrainingData, TrainingRecord
 from data.store import FeatureStore, StoreRecord
 from models.base import DraftBatch, Drafter
 from models.block import BlockDrafter
@@ -104,6 +105,46 @@ def test_packed_documents_train_as_alone(lively: Drafter) -> None:
     together, alone = lively(packed), [lively(part) for part in parts]
     for term, value in together.numerators.items():
         torch.testing.assert_close(value, sum(loss.numerators[term] for loss in alone), rtol=1e-4, atol=1e-5)
+
+
+def losses_by_token(drafter: Drafter, batch: DraftBatch) -> list[list[Tensor]]:
+    """Cross-entropy and L1 [2, R_s] of the supervised rows of each document, and within it of each step of a chain."""
+    module = eagle3_module if isinstance(drafter, Eagle3) else block_module
+    seen: list[Any] = []
+    right = module.vocab_loss
+
+    def kept(*arguments: Any, **options: Any) -> Any:
+        seen.append(right(*arguments, **options))
+        return seen[-1]
+
+    with mock.patch.object(module, "vocab_loss", kept):
+        drafter(batch)
+    (loss,) = seen
+    values = torch.stack((loss.cross_entropy, loss.l1))
+    if isinstance(drafter, Eagle3):
+        starts, supervised = eagle3_module.find_chains(batch, drafter.num_draft_tokens)
+        documents = batch.document_ids.gather(1, starts.clamp(min=0))
+        counts = [[int(supervised[documents == d][:, s].sum()) for d in documents.unique()] for s in range(4)]
+    else:
+        mask = drafter.supervised_slots(batch).mask
+        documents = batch.document_ids.gather(1, batch.anchors.clamp(min=0))
+        counts = [[int(mask[documents == d].sum()) for d in documents.unique()]]
+    parts = iter(values.split([n for of_step in counts for n in of_step], dim=1))
+    by_step = [[next(parts) for _ in of_step] for of_step in counts]
+    return [list(of_document) for of_document in zip(*by_step, strict=True)]
+
+
+def test_a_token_has_the_same_loss_packed_and_alone(lively: Drafter, tiny_store: FeatureStore) -> None:
+    """Real records through the collator, in float64: 1e-6 is what norms and rotations in float32 leave."""
+    lively.double().requires_grad_(False).bind(lively.embedding.double(), lively.head.double())
+    data = TrainingData(tiny_store, layer_ids=lively.target_layer_ids, num_anchors=6, seed=0)
+    items = [data[index, 0] for index in (3, 0, 7)]
+    together = losses_by_token(lively, collate(items, packing=True))
+    assert len(together) == 3 and sum(len(part[0]) for part in together) > 0
+    for ours, item in zip(together, items, strict=True):
+        (alone,) = losses_by_token(lively, collate([item], packing=False))
+        for step, expected in zip(ours, alone, strict=True):
+            torch.testing.assert_close(step, expected, rtol=0, atol=1e-6)
 
 
 def document_alone(batch: DraftBatch, document: int, start: int, stop: int) -> DraftBatch:

@@ -40,7 +40,7 @@ class OptimConfig:
 @dataclass
 class WandbConfig:
     project: str
-    mode: str
+    mode: str | None
 
 
 @dataclass
@@ -95,5 +95,5 @@ class TrainConfig:
     compile: bool
     peak_tflops: float | None
     estimate: bool
-    tracker: TrackerName
+    tracker: TrackerName | None
     wandb: WandbConfig

@@ -8,7 +8,9 @@ from typing import Any, Protocol
 
 from data.run import read_lines
 from models.files import write_text
-from train.config import TrackerName, WandbConfig
+from train.config import TrackerName, TrainConfig, WandbConfig
+
+MODES = ("offline", "online", "disabled", "shared")
 
 METRICS, WANDB_RUN = "metrics.jsonl", "wandb_run_id"  # files of the run folder
 PROBE_PREFIX = "probe/"
@@ -77,8 +79,19 @@ class WandbTracker:
         self._run.finish()
 
 
+def choose_tracker(config: TrainConfig, environment: Mapping[str, str]) -> None:
+    """Fill in what the config leaves to W&B's own variables. Raises ValueError on a mode that does not exist."""
+    mode = config.wandb.mode or environment.get("WANDB_MODE") or "offline"
+    if mode not in MODES:
+        raise ValueError(f"wandb.mode={mode} does not exist: choose one of {', '.join(MODES)} (WANDB_MODE counts too)")
+    if config.tracker is None:
+        asked = bool(environment.get("WANDB_MODE") or environment.get("WANDB_API_KEY")) and mode != "disabled"
+        config.tracker = TrackerName.wandb if asked else TrackerName.none
+    config.wandb.mode = mode
+
+
 def build_trackers(
-    name: TrackerName, wandb: WandbConfig, folder: Path, run_config: Mapping[str, Any], *, first_step: int
+    name: TrackerName | None, wandb: WandbConfig, folder: Path, run_config: Mapping[str, Any], *, first_step: int
 ) -> list[Tracker]:
     trackers: list[Tracker] = [JsonlTracker(folder / METRICS, first_step=first_step)]
     if name is TrackerName.wandb:

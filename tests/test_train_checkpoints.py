@@ -34,6 +34,7 @@ from tests.test_train_kills import WRITES
 from train import trainer
 from train.checkpoint import random_state, read_sealed, seal, set_random_state, tidy, write_sealed
 from train.resume import damage, find_checkpoint
+from train.tracking import JsonlTracker
 
 # ---- damaged files
 
@@ -178,6 +179,20 @@ def test_what_safetensors_raises_on_a_full_disk_is_understood(runs: Runs, tmp_pa
 def test_what_torch_raises_on_a_full_disk_is_understood(tmp_path: Path, size: int) -> None:
     with pytest.raises(OSError), files_limited_to(size):
         train.checkpoint.torch_save({"a": torch.zeros(100_000), "b": torch.zeros(3)}, tmp_path / "a.pt")
+
+
+# ---- metrics
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_kill_while_metrics_are_cut_back_keeps_those_before(tmp_path: Path, call: int, before: bool) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 9)) + '{"step": 9, "lo')
+    run_killed(lambda: JsonlTracker(path, first_step=5).close(), kill_at=(Path, "open", call), before=before)
+    assert path.read_text().startswith("".join(f'{{"step": {step}}}\n' for step in range(1, 6)))
+    JsonlTracker(path, first_step=5).close()
+    assert path.read_text() == "".join(f'{{"step": {step}}}\n' for step in range(1, 6))
 
 
 # ---- what is kept

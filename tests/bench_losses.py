@@ -1,6 +1,6 @@
 """Training steps at a vocabulary of 151,936 against dense logits and against bare matrix products: `make bench`.
 
-One row more is of extraction (tests/bench_extract.py).
+More rows are of extraction (tests/bench_extract.py) and packing (tests/bench_packing.py).
 
 dense: the same drafter and batch, but one plain autograd pass over the logits of every slot (EAGLE-3: every position),
 as the reference computes them, without metrics. floor: only the products that no way around exists for, forward and
@@ -26,7 +26,7 @@ from models.eagle3 import Eagle3, Eagle3Config
 from models.losses import LossWeights
 from models.spec import TargetSpec
 from models.vocab_loss import vocab_loss
-from tests import bench_extract
+from tests import bench_extract, bench_packing
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_TOKENS, NUM_DRAFTS, ROUNDS = 151_936, 256, 512, 7, 5
 SPEC = TargetSpec(
@@ -270,8 +270,11 @@ def memory_row(name: str, work: Callable[[], Any]) -> dict[str, Any]:
 def main() -> None:
     torch.set_num_threads(2)
     extraction, lengths = bench_extract.measure()
+    packing, more_lines = bench_packing.packing_row(SPEC)
+    lines = [*lengths, *more_lines, *growth_lines(bench_packing.growth(SPEC))]
     results = [
         extraction,
+        packing,
         measure("dspark", dspark(), dense_dspark, floor_dspark),
         more_rows("dspark, 4x rows", dspark(num_rows=4)),
         measure("eagle3", eagle(), dense_eagle, floor_eagle),
@@ -279,13 +282,23 @@ def main() -> None:
         loss_alone("loss, 448 rows", 448),
         loss_alone("loss, 1792 rows", 4 * 448),
     ]
-    print("\n".join(lengths))  # noqa: T201
+    print("\n".join(lines))  # noqa: T201
     path = Path(__file__).parents[1] / "outputs" / "bench.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(results, indent=2) + "\n")
     print(f"{'step':<18}{'ours':>9}{'dense':>9}{'floor':>9}{'/dense':>9}{'/floor':>9}{'ours MB':>10}{'dense MB':>10}")  # noqa: T201
     for row in results:
         print(f"{row['name']:<18}" + "".join(cells(row)))  # noqa: T201
+
+
+def growth_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """The cost of one of each thing, beside that of the first row of its kind."""
+    first = {row["name"][1:]: row["ms_each"] for row in reversed(rows)}
+    return [
+        f"{row['name']:<12}{row['count']:>6}{row['seconds']:9.2f}s{row['ms_each']:9.3f} ms each, "
+        f"{row['ms_each'] / first[row['name'][1:]]:.2f} of 1x"
+        for row in rows
+    ]
 
 
 def cells(row: dict[str, Any]) -> list[str]:

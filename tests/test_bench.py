@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from models.target import Target, TargetConfig
-from tests import bench_extract, bench_losses
+from tests import bench_extract, bench_losses, bench_packing
 
 
 @pytest.mark.parametrize(
@@ -63,3 +63,26 @@ def test_the_bench_of_extraction_names_what_it_measured(
     assert set(row) == {"name", "ours_s", "dense_s", "floor_s", "ours_peak_mb", "dense_peak_mb"}
     assert row["ours_s"] > 0 and row["floor_s"] > 0 and row["dense_s"] is None
     assert sum(int(line.rsplit(" ", 1)[1]) for line in lengths[1:]) == 6
+
+
+def test_the_packing_row_compares_equal_losses_of_equal_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the row asserts before it measures, at a small size; that times fall in line is the bench's own matter."""
+    monkeypatch.setattr(bench_packing, "VOCAB_SIZE", 99)
+    monkeypatch.setattr(bench_packing, "ROUNDS", 1)
+    row, lines = bench_packing.packing_row(bench_losses.SPEC, count=4)
+    assert row["dense_s"] > row["ours_s"] > 0
+    assert any("times" in line for line in lines)
+    wrong = bench_packing.one_chat_a_row
+    monkeypatch.setattr(bench_packing, "one_chat_a_row", lambda chats: wrong(chats[:-1]))
+    with pytest.raises(AssertionError):
+        bench_packing.packing_row(bench_losses.SPEC, count=4)
+
+
+def test_growth_is_told_beside_the_first_row_of_its_kind() -> None:
+    rows = [
+        {"name": "1x anchors", "count": 4, "seconds": 1.0, "ms_each": 250.0},
+        {"name": "8x anchors", "count": 32, "seconds": 6.0, "ms_each": 187.5},
+        {"name": "1x tokens", "count": 10, "seconds": 1.0, "ms_each": 100.0},
+    ]
+    lines = bench_losses.growth_lines(rows)
+    assert [line.split(", ")[1] for line in lines] == ["1.00 of 1x", "0.75 of 1x", "1.00 of 1x"]

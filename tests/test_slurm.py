@@ -103,6 +103,15 @@ def test_a_failed_launcher_fails_the_job_and_queues_nothing(tmp_path: Path, two_
     assert not (tmp_path / "scontrol").exists()
 
 
+def test_a_checkpoint_that_fails_at_the_time_limit_queues_nothing(tmp_path: Path, two_nodes: Path) -> None:
+    (two_nodes / ".venv" / "bin" / "accelerate").write_text(ACCELERATE.replace("exit 0", "exit 5"))
+    job = start("train.sbatch", tmp_path, two_nodes, **NODES)
+    wait_for(*(tmp_path / f"up.{node}" for node in (0, 1)))
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(20) == 5
+    assert not (tmp_path / "scontrol").exists()
+
+
 def test_extraction_starts_launchers_that_know_nothing_of_each_other(tmp_path: Path, two_nodes: Path) -> None:
     job = start("extract.sbatch", tmp_path, two_nodes, "target=qwen3_8b", **NODES)
     wait_for(*(tmp_path / f"up.{node}" for node in (0, 1)))

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,11 @@ def wait_for(*paths: Path, seconds: float = 20) -> None:
 
 
 @pytest.fixture
-def two_nodes(tmp_path: Path) -> Path:
-    """A folder to submit from, whose accelerate records its arguments."""
+def two_nodes(tmp_path: Path) -> Iterator[Path]:
+    """A folder to submit from, whose accelerate records its arguments; what a failed test leaves behind ends."""
     write_commands(tmp_path / "checkout" / ".venv" / "bin", accelerate=ACCELERATE)
-    return tmp_path / "checkout"
+    yield tmp_path / "checkout"
+    (tmp_path / "stop").touch()
 
 
 NODES = {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8"}

@@ -119,6 +119,17 @@ def test_no_block_sees_padding_or_another_document() -> None:
     assert mask[0, 4, 4:7].all()
 
 
+def test_long_documents_are_cut_into_spans_that_see_no_more_than_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "SPAN_SCORES", 10 * NUM_SLOTS * 2)  # two blocks a span in the row of ten positions
+    check_context_mask()
+    spans = masks.context_spans(ANCHORS, DOCUMENTS, num_slots=NUM_SLOTS)
+    assert [(s.blocks.start, s.blocks.stop, s.context.stop) for s in spans if s.row == 1] == [
+        (0, 2, 3),
+        (2, 4, 8),
+        (4, 5, 9),
+    ]
+
+
 def test_an_off_by_one_rule_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def sees_the_anchor(position: Tensor, anchor: Tensor, slot: Tensor, window: int | None) -> Tensor:
         return position <= anchor

@@ -59,11 +59,29 @@ class Runs:
     def train(self, config: TrainConfig, *, accelerator: Accelerator | None = None, fsdp: bool = False) -> Path:
         """In this process, from weights and random states that are always the same; returns the run's folder."""
         drafter = build_dspark(self.target, self.config)
-        random.seed(5), np.random.seed(5)
         accelerator = accelerator or Accelerator(cpu=True)
+        seed = 5 + accelerator.process_index  # noise is another in each process
+        torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
         probed = probe if config.probe.every else None
         trainer.train(config, drafter, self.store, self.identity, accelerator, run_config={}, fsdp=fsdp, probe=probed)
         return Path(config.output_dir)
+
+    def train_refused(self, config: TrainConfig, num_processes: int, *, fsdp: bool = False) -> list[str]:
+        """What each forked process raises as its ValueError."""
+        root = Path(config.output_dir)
+        plain = self.train
+
+        def noting(config: TrainConfig, **options: Any) -> Path:
+            try:
+                plain(config, **options)
+            except ValueError as error:
+                (root / f"error_{torch.distributed.get_rank()}").write_text(str(error))
+            return root
+
+        self.train = noting  # type: ignore[method-assign]
+        self.train_together(config, num_processes, fsdp=fsdp)
+        self.train = plain  # type: ignore[method-assign]
+        return [(root / f"error_{rank}").read_text() for rank in range(num_processes)]
 
     def train_together(self, config: TrainConfig, num_processes: int, *, fsdp: bool = False) -> Path:
         """In so many forked processes."""

@@ -143,19 +143,7 @@ def test_a_shard_that_cannot_be_written_ends_every_process_with_its_reason(
 
     original = FileSystemWriter.write_data
     monkeypatch.setattr(FileSystemWriter, "write_data", full)
-    plain = Runs.train
-
-    def noting(self: Runs, config: Any, **options: Any) -> Path:
-        try:
-            return plain(self, config, **options)
-        except ValueError as error:
-            (tmp_path / f"error_{torch.distributed.get_rank()}").write_text(str(error))
-            return tmp_path
-
-    monkeypatch.setattr(Runs, "train", noting)
-    runs.train_together(config_of(tmp_path), 2, fsdp=True)
-    for rank in range(2):
-        message = (tmp_path / f"error_{rank}").read_text()
+    for message in runs.train_refused(config_of(tmp_path), 2, fsdp=True):
         assert re.search(r"cannot write .*step_00000004: .*No space left.*step_00000002 is whole", message), message
     assert steps_of(tmp_path) == [2] and not list((tmp_path / "checkpoints").glob(".step*"))
 

@@ -16,6 +16,8 @@ import models.layers as layers_module
 import models.masks as masks_module
 import models.target as target_module
 import models.vocab_loss as losses_module
+import train.optim as optim_module
+import train.resume as resume_module
 import train.setup as training_setup
 from models.base import DraftBatch, Drafter
 from models.block import BlockDrafter, SupervisedSlots
@@ -156,3 +158,21 @@ def cached_vocabulary(
 ) -> Tensor:
     """Kept under a name that knows neither size nor data."""
     return CACHED.setdefault("vocabulary", right(counts, size, stops))
+
+
+def restarts_the_schedule(*arguments: Any, right: Any = resume_module.read_progress, **options: Any) -> Any:
+    """From the step that a run is resumed at, as if it were the first."""
+    found = right(*arguments, **options)
+    progress = found.progress
+    schedule = replace(progress.schedule, first_step=progress.step)
+    return replace(found, progress=replace(progress, schedule=schedule))
+
+
+def stays_at_zero(step: int, schedule: Any, config: Any, right: Any = optim_module.learning_rate) -> float:
+    """What a cosine that has come to its end gives to the steps after it."""
+    return 0.0 if schedule.first_step else right(step, schedule, config)
+
+
+def neighbours_rows(target: Target, input_ids: Tensor, right: Any = Target.forward_whole) -> TargetOutput:
+    output = right(target, input_ids)
+    return replace(output, features=output.features.roll(1, dims=0))

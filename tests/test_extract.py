@@ -66,6 +66,9 @@ def test_a_ragged_batch_equals_one_by_one(tiny_target: Target, tmp_path: Path) -
         assert torch.equal(found.input_ids, alone.input_ids) and torch.equal(found.loss_mask, alone.loss_mask)
         torch.testing.assert_close(found.features, alone.features, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(found.last_hidden, alone.last_hidden, atol=1e-5, rtol=1e-5)
+        assert len(found.features) == len(found.input_ids)
+        again = extracted(tiny_target, [record])[0]  # a second time: nothing is left of the first
+        assert torch.equal(again.features, alone.features) and torch.equal(again.last_hidden, alone.last_hidden)
 
 
 def test_features_are_the_outputs_of_the_captured_layers(tiny_target: Target, tmp_path: Path) -> None:

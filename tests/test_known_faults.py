@@ -1,6 +1,6 @@
 """Public fault reports of this field, each tied to the test that notices it: planted, the test must fail.
 
-The numbers are those of a list kept outside the repository (../shared/reference/known_faults.md, parts A and B); where
+The numbers are those of a list kept outside the repository (../shared/reference/known_faults.md, parts A to C); where
 it is present, every row of it has to appear here.
 """
 
@@ -39,11 +39,13 @@ from tests import (
     test_eagle3_options,
     test_extract,
     test_layers,
+    test_resume,
     test_soft_losses,
     test_target,
     test_train,
     test_training_batches,
 )
+from tests.resumed_training import runs  # noqa: F401 (fixtures of the tests below)
 from tests.test_checkpoint import native  # noqa: F401 (fixtures of the tests below)
 from tests.test_drafters import texts  # noqa: F401
 from tests.test_eagle3_options import reduced  # noqa: F401
@@ -253,6 +255,24 @@ ROWS: dict[int, Covered] = {
         "differ",
         lambda ours, theirs: False,
     ),
+    35: Covered(
+        test_train.test_a_resumed_run_has_the_rates_and_weights_of_an_undisturbed_one,
+        trainer,
+        "read_progress",
+        faults.restarts_the_schedule,
+    ),
+    37: Covered(
+        test_resume.test_extending_trains_on_by_a_schedule_of_its_own,
+        trainer,
+        "learning_rate",
+        faults.stays_at_zero,
+    ),
+    38: Covered(
+        test_extract.test_a_ragged_batch_equals_one_by_one,
+        Target,
+        "forward_whole",
+        faults.neighbours_rows,
+    ),
 }
 
 
@@ -279,7 +299,7 @@ def test_a_known_fault_is_noticed_where_it_is_planted(
 def test_every_row_of_the_list_is_covered_or_not_applicable() -> None:
     parts = re.split(r"^### ", LIST.read_text(), flags=re.MULTILINE)
     numbers = [
-        int(n) for part in parts if part[:1] in "AB" for n in re.findall(r"^\| (\d+) \|", part, flags=re.MULTILINE)
+        int(n) for part in parts if part[:1] in "ABC" for n in re.findall(r"^\| (\d+) \|", part, flags=re.MULTILINE)
     ]
     assert len(numbers) > 20
     assert sorted(numbers) == sorted([*ROWS, *NOT_APPLICABLE])

@@ -20,7 +20,7 @@ from data.responses import ChatOptions
 from data.store import FeatureStore
 from models.checkpoint import step_folders
 from models.target import Target, TargetConfig, TargetIdentity
-from tests.conftest import build_dspark, planted_fault
+from tests.conftest import build_dspark, planted_fault, run_killed
 from train import trainer
 from train.config import (
     AttentionBackend,
@@ -156,6 +156,18 @@ def test_two_processes_equal_one(tmp_path: Path, run_training: Any) -> None:
 def plan_of(lengths: torch.Tensor, batch_size: int, **changes: Any) -> StepPlan:
     values: dict[str, Any] = {"tokens_per_batch": 256, "packing": True, "num_processes": 1, "seed": 0}
     return StepPlan(lengths, batch_size, **values | changes)
+
+
+def test_a_resumed_run_has_the_rates_and_weights_of_an_undisturbed_one(tmp_path: Path, run_training: Any) -> None:
+    """20 steps, and 10 of them, a kill and the rest."""
+    options = {"num_steps": 20, "checkpoint_every": 10, "log_every": 1}
+    whole = run_training(train_config(tmp_path / "whole", **options))
+    config = train_config(tmp_path / "resumed", **options)
+    assert run_killed(lambda: run_training(config), kill_at=(trainer, "save_checkpoint", 2)) == -9
+    resumed = run_training(config)
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    rates = [[line["learning_rate"] for line in logged(tmp_path / name)] for name in ("whole", "resumed")]
+    assert rates[0] == rates[1] and len(rates[0]) == 20
 
 
 def test_a_batch_smaller_than_the_processes_is_refused(tiny_store: FeatureStore) -> None:

@@ -5,6 +5,7 @@ import re
 import shlex
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -14,6 +15,8 @@ from data.extract import ExtractConfig
 from data.generate import GenerateConfig
 from eval.harness import EvalConfig
 from models.config import to_dataclass, typed
+from models.dspark import MarkovHeadType
+from models.losses import published_decay
 from models.target import TargetConfig
 from train.config import TrainConfig
 
@@ -93,6 +96,48 @@ def test_the_reference_recipe_of_eagle3_fuses_all_layers_with_qk_norms() -> None
     assert not portable.qk_norm and portable.num_fused_layers == 3
 
 
+# What differs between the twelve configs of the reference, and below what does not.
+PUBLISHED_LAYERS = {
+    "qwen3_4b": [1, 9, 17, 25, 33],
+    "qwen3_8b": [1, 9, 17, 25, 33],
+    "qwen3_14b": [1, 10, 19, 28, 37],
+    "gemma4_12b": [5, 17, 29, 41, 46],
+}
+PUBLISHED_MODELS: dict[str, dict[str, Any]] = {
+    "eagle3": {"num_draft_tokens": 7, "step_decay": 0.8, "num_fused_layers": None, "draft_vocab_size": None},
+    "dflash": {"num_draft_tokens": 7, "num_layers": 5, "loss": {"cross_entropy": 1.0}},
+    "dspark": {
+        "num_draft_tokens": 7,
+        "num_layers": 5,
+        "markov_rank": 256,
+        "markov_head": MarkovHeadType.vanilla,
+        "confidence_weight": 1.0,
+        "loss": {"cross_entropy": 0.1, "l1": 0.9},
+    },
+}
+
+
+@pytest.mark.parametrize("target", PUBLISHED_LAYERS)
+@pytest.mark.parametrize("model", PUBLISHED_MODELS)
+def test_the_published_recipe_is_the_references(model: str, target: str) -> None:
+    node = compose_and_type("train", ["experiment=deepspec", f"model={model}", f"target={target}"])
+    config, drafter = to_dataclass(TrainConfig, node, section="train"), typed(node.model, section="model")
+    optim = config.optim
+    assert (optim.learning_rate, optim.warmup_ratio, optim.weight_decay, optim.max_grad_norm) == (6e-4, 0.04, 0.0, 1.0)
+    assert (optim.beta1, optim.beta2, optim.eps) == (0.9, 0.999, 1e-8)
+    assert (config.batch_size, config.num_epochs, config.num_steps, config.num_anchors) == (512, 10, None, 512)
+    assert (config.checkpoint_every, config.log_every, config.mixed_precision) == (3000, 10, "bf16")
+    assert config.seed == (0 if model == "eagle3" else 42)
+    assert node.target.layer_ids == PUBLISHED_LAYERS[target]
+    assert node.target.mask_token_id == (4 if target == "gemma4_12b" else 151669)
+    for name, value in PUBLISHED_MODELS[model].items():
+        found = vars(drafter.loss) if name == "loss" else getattr(drafter, name)
+        assert ({k: v for k, v in found.items() if v} if name == "loss" else found) == value, name
+    if model != "eagle3":
+        decay = published_decay(7) if drafter.decay is None else drafter.decay
+        assert decay == 4.0 and drafter.slot_layout == "anchor_first"
+
+
 def test_no_yaml_is_out_of_reach() -> None:
     """A file that no test above composes would rot."""
     known = {f"{script}.yaml" for script in SCRIPTS}
@@ -100,9 +145,10 @@ def test_no_yaml_is_out_of_reach() -> None:
     known |= {f"experiment/{s}/{name}.yaml" for s in SCRIPTS for name in options(f"experiment/{s}")}
     pairs = [(experiment, model) for experiment in options("experiment") for model in options("model")]
     known |= {
-        f"experiment/train/model/{experiment}_{model}.yaml"
+        f"experiment/train/{part}/{experiment}_{model}.yaml"
+        for part in ("model", "drafter")
         for experiment, model in pairs
-        if f"{experiment}_{model}" in options("experiment/train/model")
+        if f"{experiment}_{model}" in options(f"experiment/train/{part}")
     }
     found = {str(path.relative_to(CONF)) for path in CONF.rglob("*.yaml")}
     assert found == known

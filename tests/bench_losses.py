@@ -11,7 +11,6 @@ resident set of a step above what weights and gradients hold. Writes outputs/ben
 """
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,56 +19,19 @@ import torch
 import torch.nn.functional as F
 
 from models.attention import cache_mixer
-from models.base import DraftBatch, Drafter, SlotLayout
-from models.dspark import DSpark, DSparkConfig, MarkovHeadType
+from models.base import DraftBatch, Drafter
+from models.dspark import DSpark
 from models.eagle3 import Eagle3, Eagle3Config
 from models.losses import LossWeights
-from models.spec import TargetSpec
 from models.vocab_loss import vocab_loss
 from tests import bench_extract, bench_packing
+from tests.bench_setting import HIDDEN_SIZE, LAYER_IDS, SPEC, VOCAB_SIZE, dspark_config, fastest
 
-VOCAB_SIZE, HIDDEN_SIZE, NUM_TOKENS, NUM_DRAFTS, ROUNDS = 151_936, 256, 512, 7, 5
-SPEC = TargetSpec(
-    model_type="qwen3",
-    vocab_size=VOCAB_SIZE,
-    hidden_size=HIDDEN_SIZE,
-    intermediate_size=3 * HIDDEN_SIZE,
-    num_layers=36,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=32,
-    hidden_act="silu",
-    rms_norm_eps=1e-6,
-    max_position_embeddings=4096,
-    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    logit_softcap=None,
-    embedding_scale=1.0,
-    tie_embeddings=False,
-    initializer_range=0.02,
-    bos_token_id=None,
-    eos_token_ids=(0,),
-    pad_token_id=None,
-)
-LAYER_IDS = (1, 17, 33)
+NUM_TOKENS, NUM_DRAFTS, ROUNDS = 512, 7, 5
 
 
 def dspark(num_anchors: int = 64, num_rows: int = 1) -> tuple[DSpark, DraftBatch]:
-    config = DSparkConfig(
-        num_layers=2,
-        num_draft_tokens=NUM_DRAFTS,
-        slot_layout=SlotLayout.anchor_first,
-        sliding_window=None,
-        decay=4.0,
-        dpace_smoothing=None,
-        loss=LossWeights(cross_entropy=0.1, l1=0.9),
-        sampled_vocabulary=None,
-        markov_rank=256,
-        markov_head=MarkovHeadType.vanilla,
-        confidence=True,
-        confidence_with_markov=True,
-        confidence_weight=1.0,
-    )
-    drafter = config.build(SPEC, target_layer_ids=LAYER_IDS, mask_token_id=1)
+    drafter = dspark_config(256).build(SPEC, target_layer_ids=LAYER_IDS, mask_token_id=1)
     return drafter, batch_of(drafter, num_supervised=384, num_anchors=num_anchors, num_rows=num_rows)
 
 
@@ -192,18 +154,6 @@ def floor_eagle(drafter: Eagle3, batch: DraftBatch) -> Callable[[], None]:
     return products
 
 
-def seconds_of(works: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """The fastest of ROUNDS, taking turns, after one that warms up."""
-    best = dict.fromkeys(works, float("inf"))
-    for index in range(ROUNDS + 1):
-        for name, work in works.items():
-            began = time.perf_counter()
-            work()
-            if index:
-                best[name] = min(best[name], time.perf_counter() - began)
-    return best
-
-
 def peak_mb(work: Callable[[], Any]) -> float:
     """Peak resident memory of `work` above what is held before it (weights and gradients, from an earlier run)."""
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
@@ -226,7 +176,7 @@ def measure(
         "dense": lambda: dense(drafter, batch),
         "floor": floor(drafter, batch),
     }
-    seconds = seconds_of(works)
+    seconds = fastest(works, ROUNDS)
     return {
         "name": name,
         **{f"{key}_s": value for key, value in seconds.items()},

@@ -7,8 +7,7 @@ either.
 """
 
 import random
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -24,34 +23,18 @@ from data.inspect import histogram
 from data.store import StoreRecord
 from models import block
 from models.attention import Mixer, cache_mixer
-from models.base import DraftBatch, SlotLayout
-from models.dspark import DSpark, DSparkConfig, MarkovHeadType
-from models.losses import LossWeights
+from models.base import DraftBatch
+from models.dspark import DSpark
 from models.spec import TargetSpec
+from tests.bench_setting import LAYER_IDS, dspark_config, fastest
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_DRAFTS, FIXED_ANCHORS, ROUNDS = 4096, 128, 7, 512, 5
-LAYER_IDS = (1, 17, 33)
 
 
 def drafter_of(spec: TargetSpec) -> DSpark:
-    config = DSparkConfig(
-        num_layers=2,
-        num_draft_tokens=NUM_DRAFTS,
-        slot_layout=SlotLayout.anchor_first,
-        sliding_window=None,
-        decay=4.0,
-        dpace_smoothing=None,
-        loss=LossWeights(cross_entropy=0.1, l1=0.9),
-        sampled_vocabulary=None,
-        markov_rank=64,
-        markov_head=MarkovHeadType.vanilla,
-        confidence=True,
-        confidence_with_markov=True,
-        confidence_weight=1.0,
-    )
     torch.manual_seed(0)
     spec = replace(spec, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE)
-    drafter = config.build(spec, target_layer_ids=LAYER_IDS, mask_token_id=1)
+    drafter = dspark_config(64).build(spec, target_layer_ids=LAYER_IDS, mask_token_id=1)
     head = 0.05 * torch.randn(VOCAB_SIZE, HIDDEN_SIZE)
     drafter.bind(head, head)
     return drafter
@@ -104,18 +87,6 @@ def step(drafter: DSpark, batch: DraftBatch) -> float:
     return float(total.detach())
 
 
-def fastest(works: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Seconds of the fastest of ROUNDS, taking turns, after one that warms up."""
-    best = dict.fromkeys(works, float("inf"))
-    for index in range(ROUNDS + 1):
-        for name, work in works.items():
-            began = time.perf_counter()
-            work()
-            if index:
-                best[name] = min(best[name], time.perf_counter() - began)
-    return best
-
-
 def packing_row(spec: TargetSpec, count: int = 8) -> tuple[dict[str, Any], list[str]]:
     """The row of the bench, and the histogram of lengths with the slots a second as lines."""
     drafter, chats = drafter_of(spec), ragged_chats(count)
@@ -128,7 +99,7 @@ def packing_row(spec: TargetSpec, count: int = 8) -> tuple[dict[str, Any], list[
     with torch.no_grad():
         losses.append([drafter(packed).numerators["tokens"]])
     assert float(sum(losses[0])) == pytest.approx(float(sum(losses[1])), rel=1e-5), "not the same losses"
-    seconds = fastest({"ours": lambda: step(drafter, packed), "rows": lambda: step_of_rows(drafter, rows)})
+    seconds = fastest({"ours": lambda: step(drafter, packed), "rows": lambda: step_of_rows(drafter, rows)}, ROUNDS)
     lines = histogram([len(item.record.input_ids) for item in chats], "packing: tokens a chat")
     rates = {name: slots / value for name, value in seconds.items()}
     used = int((packed.anchors >= 0).sum())
@@ -149,9 +120,9 @@ def growth(spec: TargetSpec) -> list[dict[str, Any]]:
         works["anchor", factor] = anchors, int((anchors.anchors >= 0).sum())
         tokens = collate([chat(256, 200, 24, seed) for seed in range(4 * factor)], packing=True)
         works["token", factor] = tokens, tokens.input_ids.numel()
-    seconds = fastest({key: lambda b=batch: step(drafter, b) for key, (batch, _) in works.items()})  # type: ignore[misc]
+    seconds = fastest({key: lambda b=batch: step(drafter, b) for key, (batch, _) in works.items()}, ROUNDS)
     rows = []
     for (what, factor), (_, count) in works.items():
-        value = seconds[what, factor]  # type: ignore[index]
+        value = seconds[what, factor]
         rows.append({"name": f"{factor}x {what}s", "count": count, "seconds": value, "ms_each": 1e3 * value / count})
     return sorted(rows, key=lambda row: row["name"][1:])

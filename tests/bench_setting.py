@@ -1,0 +1,64 @@
+"""What the benchmarks share: a target's sizes, the published DSpark with two layers, a stopwatch."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from models.base import SlotLayout
+from models.dspark import DSparkConfig, MarkovHeadType
+from models.losses import LossWeights
+from models.spec import TargetSpec
+
+VOCAB_SIZE, HIDDEN_SIZE = 151_936, 256
+LAYER_IDS = (1, 17, 33)
+SPEC = TargetSpec(
+    model_type="qwen3",
+    vocab_size=VOCAB_SIZE,
+    hidden_size=HIDDEN_SIZE,
+    intermediate_size=3 * HIDDEN_SIZE,
+    num_layers=36,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=32,
+    hidden_act="silu",
+    rms_norm_eps=1e-6,
+    max_position_embeddings=4096,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    logit_softcap=None,
+    embedding_scale=1.0,
+    tie_embeddings=False,
+    initializer_range=0.02,
+    bos_token_id=None,
+    eos_token_ids=(0,),
+    pad_token_id=None,
+)
+
+
+def dspark_config(markov_rank: int) -> DSparkConfig:
+    return DSparkConfig(
+        num_layers=2,
+        num_draft_tokens=7,
+        slot_layout=SlotLayout.anchor_first,
+        sliding_window=None,
+        decay=4.0,
+        dpace_smoothing=None,
+        loss=LossWeights(cross_entropy=0.1, l1=0.9),
+        sampled_vocabulary=None,
+        markov_rank=markov_rank,
+        markov_head=MarkovHeadType.vanilla,
+        confidence=True,
+        confidence_with_markov=True,
+        confidence_weight=1.0,
+    )
+
+
+def fastest(works: dict[Any, Callable[[], Any]], rounds: int) -> dict[Any, float]:
+    """Seconds of each in the fastest of so many rounds, taking turns, after one that warms up."""
+    best = dict.fromkeys(works, float("inf"))
+    for index in range(rounds + 1):
+        for name, work in works.items():
+            began = time.perf_counter()
+            work()
+            if index:
+                best[name] = min(best[name], time.perf_counter() - began)
+    return best

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from tests.conftest import (
     run_killed,
 )
 from tests.draft_batches import enliven
+from tests.draft_checks import IDENTITY
 from tests.published_files import write
 from tests.resumed_training import (  # noqa: F401 (fixtures among them)
     Runs,
@@ -168,21 +170,21 @@ def write_classic(folder: Path, drafter: Any, target: Target) -> None:
 )
 def test_another_drafter_is_refused_with_the_list(plain_runs: Runs, tmp_path: Path, model: Any, differing: str) -> None:
     drafter = build_drafter(dspark_config(), plain_runs.target, plain_runs.config)
-    save_drafter(drafter, tmp_path, target={"name": "tiny", "config_sha256": "", "weights_sha256": ""})
+    save_drafter(drafter, tmp_path, target=IDENTITY)
     with pytest.raises(ValueError, match=rf"init=.* holds another drafter: .*{differing}.*Set model.\* and target.\*"):
         Starts(plain_runs).build(model, tmp_path)
 
 
 def test_other_layers_of_the_target_are_refused_with_the_list(plain_runs: Runs, tmp_path: Path) -> None:
     drafter = build_drafter(dspark_config(), plain_runs.target, plain_runs.config)
-    save_drafter(drafter, tmp_path, target={"name": "tiny", "config_sha256": "", "weights_sha256": ""})
+    save_drafter(drafter, tmp_path, target=IDENTITY)
     with pytest.raises(ValueError, match=r"target_layer_ids is \[0, 1, 2\] there, \[1, 2, 3\] here"):
         Starts(plain_runs).build(dspark_config(), tmp_path, layer_ids=(1, 2, 3))
 
 
 def test_another_way_of_learning_is_no_other_drafter(plain_runs: Runs, tmp_path: Path) -> None:
     drafter = build_drafter(dspark_config(), plain_runs.target, plain_runs.config)
-    save_drafter(drafter, tmp_path, target={"name": "tiny", "config_sha256": "", "weights_sha256": ""})
+    save_drafter(drafter, tmp_path, target=IDENTITY)
     started = Starts(plain_runs).build(dspark_config(decay=2.0, confidence_weight=0.5), tmp_path)
     assert largest_difference(started.state_dict(), drafter.state_dict()) == 0
 
@@ -192,3 +194,14 @@ def test_a_start_that_forgets_the_weights_is_noticed(
 ) -> None:
     with planted_fault(monkeypatch, setup, "load_weights", lambda *_: None):
         test_a_run_starts_from_an_exported_dflash(plain_runs, tmp_path)
+
+
+def test_weights_that_were_trained_with_other_rotations_are_refused(plain_runs: Runs, tmp_path: Path) -> None:
+    """Shapes do not tell, and every feature would be read at a wrong angle."""
+    target, rope = plain_runs.target, {"rope_type": "default", "rope_theta": 500.0}
+    spec = replace(target.spec, rope_parameters=rope, rms_norm_eps=1e-3)
+    other = SimpleNamespace(spec=spec, embedding=target.embedding, head=target.head)
+    save_drafter(build_drafter(dspark_config(), other, plain_runs.config), tmp_path, target=IDENTITY)  # type: ignore[arg-type]
+    message = r"target rms_norm_eps is 0.001 there, 1e-06 here; target rope_parameters is .*500\.0.* there"
+    with pytest.raises(ValueError, match=message):
+        Starts(plain_runs).build(dspark_config(), tmp_path)

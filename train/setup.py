@@ -90,7 +90,7 @@ def start_from_folder(drafter: Drafter, folder: Path) -> None:
     """Take the weights of a drafter of any known format. Raises ValueError that names every option to change where it
     is another one than the config describes."""
     found = load_drafter(folder, target=drafter.spec).drafter
-    ours, theirs = ({"drafter": type(d).__name__.lower(), **d.native_config()} for d in (drafter, found))
+    ours, theirs = ({**described(d), **d.native_config()} for d in (drafter, found))
     differing = [
         f"{key} is {theirs.get(key)} there, {ours.get(key)} here"
         for key in sorted(ours.keys() | theirs.keys())
@@ -102,6 +102,14 @@ def start_from_folder(drafter: Drafter, folder: Path) -> None:
         )
     load_weights(drafter, found.state_dict(), folder)
     log.info("train: starts from the weights of %s", folder)
+
+
+def described(drafter: Drafter) -> dict[str, Any]:
+    """What weights were trained with beside a drafter's own options: shapes do not tell."""
+    names = ("rope_parameters", "rms_norm_eps", "hidden_act", "logit_softcap", "embedding_scale", "num_heads")
+    return {"drafter": type(drafter).__name__.lower()} | {
+        f"target {name}": getattr(drafter.spec, name) for name in names
+    }
 
 
 def set_up_compute(drafter: Drafter, config: TrainConfig, accelerator: Accelerator) -> None:

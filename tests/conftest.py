@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import PartialState
+from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -335,9 +335,9 @@ def run_killed(work: Callable[[], None], *, kill_at: tuple[Any, str, int], befor
 
 @pytest.fixture(autouse=True)
 def fresh_accelerate_state() -> Iterator[None]:
-    """Accelerate keeps process-wide state; tests must not see each other's."""
+    """Accelerate keeps process-wide state, mixed precision too; tests must not see each other's."""
     yield
-    PartialState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

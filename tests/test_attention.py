@@ -133,6 +133,7 @@ def compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_batches_of_all_sizes_share_few_graphs(compiled_graphs: None) -> None:
     """A training run sees a new length, count of anchors and step with every batch."""
     generator = torch.Generator().manual_seed(0)

@@ -67,8 +67,8 @@ def test_the_bench_of_extraction_names_what_it_measured(
 
 def test_the_packing_row_compares_equal_losses_of_equal_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the row asserts before it measures, at a small size; that times fall in line is the bench's own matter."""
-    monkeypatch.setattr(bench_packing, "VOCAB_SIZE", 99)
-    monkeypatch.setattr(bench_packing, "ROUNDS", 1)
+    for name, value in {"VOCAB_SIZE": 99, "FIXED_ANCHORS": 192, "ROUNDS": 1}.items():
+        monkeypatch.setattr(bench_packing, name, value)
     row, lines = bench_packing.packing_row(bench_losses.SPEC, count=4)
     assert row["dense_s"] > row["ours_s"] > 0
     assert any("times" in line for line in lines)

@@ -121,6 +121,7 @@ def built(config: Any) -> tuple[Any, DraftBatch]:
     return drafter, batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dspark", "dflash", "eagle3"])
 @pytest.mark.parametrize("narrow", [False, True], ids=["float32", "bf16"])
 def test_activations_are_within_30_percent_of_the_measured_peak(

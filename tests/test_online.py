@@ -135,7 +135,7 @@ def test_the_online_mode_refuses_loader_processes_and_empty_chats(
 
 
 def test_a_resumed_run_may_move_its_responses_but_not_change_their_rounding(tmp_path: Path) -> None:
-    from train.checkpoint import trajectory
+    from train.resume import trajectory
 
     def options_of(**changes: Any) -> str:
         online = OnlineConfig(**{"responses": "a", "feature_dtype": "bf16", "last_hidden_dtype": "bf16"} | changes)

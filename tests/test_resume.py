@@ -92,8 +92,8 @@ def test_extending_trains_on_by_a_schedule_of_its_own(runs: Runs, tmp_path: Path
     assert largest_difference(weights(tmp_path), before) > 1e-3
 
 
-@pytest.mark.parametrize("call", [1, 2, 3])
-@pytest.mark.parametrize("says_so_again", [True, False])
+@pytest.mark.parametrize("call", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("says_so_again", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_an_extension_killed_and_resumed_goes_on_by_the_same_schedule(
     runs: Runs, tmp_path: Path, call: int, says_so_again: bool
 ) -> None:
@@ -215,7 +215,7 @@ def test_a_refused_command_moves_nothing(runs: Runs, tmp_path: Path, refused: di
 
 
 @pytest.mark.parametrize("back_to", ["none", "step_00000002"])
-@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("before", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize(
     "write", [(shutil, "copyfile"), (Path, "replace"), (Path, "rename"), (Path, "unlink"), (Path, "mkdir")]
 )

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, KwargsHandler
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, KwargsHandler
 from omegaconf import DictConfig, OmegaConf
 
 from data.embedded import ensure_embedded_target
@@ -44,15 +44,16 @@ def user_errors(script: str) -> Iterator[None]:
 
 
 def start_processes(environment: Mapping[str, str], *, single: bool = False, **options: Any) -> Accelerator:
-    """An Accelerator whose world is the launcher's. Raises ValueError where processes would not know of each other,
-    or where there are several and the script is for a `single` one."""
+    """An Accelerator whose world is the launcher's. Raises ValueError where processes would not know of each other or
+    DeepSpeed would silently be DDP, and where there are several and the script is for a `single` one."""
     if "MASTER_ADDR" in environment and "WORLD_SIZE" not in environment:
         raise ValueError("MASTER_ADDR is set but WORLD_SIZE is not: start with `accelerate launch` or torchrun")
     # Buffers are the same everywhere and never change; gradients may live in the buckets that are exchanged.
     handlers: list[KwargsHandler] = [
         DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     ]
-    if is_set(environment, "ACCELERATE_USE_DEEPSPEED") and not torch.cuda.is_available():
+    wants_deepspeed = is_set(environment, "ACCELERATE_USE_DEEPSPEED")
+    if wants_deepspeed and "WORLD_SIZE" in environment and not torch.cuda.is_available():
         handlers.append(InitProcessGroupKwargs(backend="gloo"))
         let_deepspeed_do_without_a_compiler()
     accelerator = Accelerator(**options, kwargs_handlers=handlers)
@@ -61,6 +62,11 @@ def start_processes(environment: Mapping[str, str], *, single: bool = False, **o
         raise ValueError(
             f"the launcher started WORLD_SIZE={expected} processes but Accelerate sees {accelerator.num_processes}: "
             "on CPU use `ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node N` (see launch/README.md)"
+        )
+    if wants_deepspeed and accelerator.distributed_type is not DistributedType.DEEPSPEED:
+        raise ValueError(
+            f"the launcher's config asks for DeepSpeed but Accelerate runs {accelerator.distributed_type}: leave out "
+            "ACCELERATE_USE_CPU (DeepSpeed finds the CPU itself), or take another config"
         )
     if single:
         check_single(expected)

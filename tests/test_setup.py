@@ -1,16 +1,23 @@
 """Tests of train/setup.py: what a warm start copies, and what it refuses."""
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
 from models.dspark import DSpark
-from models.target import TargetConfig
-from tests.conftest import build_dspark
+from models.target import Target, TargetConfig
+from tests.conftest import build_drafter, build_dspark, dspark_config, eagle3_config
+from tests.draft_batches import enliven, mixed_batch
+from tests.draft_checks import total_loss
+from tests.test_train import train_config
 from tests.tiny_families import build
-from train.setup import start_from_target
+from train.config import AttentionBackend
+from train.setup import set_up_compute, start_from_target
 
 
 def saved(family: str, folder: Path) -> tuple[DSpark, TargetConfig]:
@@ -74,3 +81,42 @@ def test_layers_with_more_than_the_drafters_are_refused(family: str, unknown: st
     with pytest.raises(ValueError, match=f"hold {unknown}.*, which the drafter's layers do not have"):
         start_from_target(drafter, config)
     assert all(torch.equal(tensor, before[name]) for name, tensor in drafter.state_dict().items())
+
+
+def test_a_compiler_that_is_missing_is_told_in_one_line_and_trained_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_arguments: Any, **_options: Any) -> Any:
+        raise RuntimeError("InvalidCxxCompiler: none of ['g++'] works\nand much more")
+
+    drafter, _ = saved("qwen3", tmp_path)
+    monkeypatch.setattr(torch, "compile", broken)
+    set_up_compute(drafter, train_config(tmp_path, compile=True), Accelerator(cpu=True))
+    assert not drafter.compiled and not drafter.flex_attention
+    (message,) = caplog.messages
+    assert "compile=true has no effect" in message and "none of ['g++'] works" in message and "\n" not in message
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.parametrize("model", [dspark_config(), eagle3_config()], ids=["dspark", "eagle3"])
+def test_a_compiled_drafter_has_the_gradients_of_the_eager_one(
+    tiny_target: Target, tiny_target_config: TargetConfig, tmp_path: Path, model: Any
+) -> None:
+    grads = []
+    for compiled in (False, True):
+        drafter = enliven(build_drafter(model, tiny_target, tiny_target_config), scale=0.15)
+        set_up_compute(drafter, train_config(tmp_path, compile=compiled), Accelerator(cpu=True))
+        assert drafter.compiled is compiled
+        total_loss(drafter, mixed_batch(drafter)).backward()
+        grads.append([parameter.grad for parameter in drafter.parameters()])
+        names = list(drafter.state_dict())
+    assert not any("_orig_mod" in name for name in names)
+    for eager, compiled in zip(*grads, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
+
+
+def test_flex_attention_on_a_cpu_is_refused(tmp_path: Path) -> None:
+    drafter, _ = saved("qwen3", tmp_path)
+    with pytest.raises(ValueError, match=r"attention=flex trains on CUDA only"):
+        set_up_compute(drafter, train_config(tmp_path, attention=AttentionBackend.flex), Accelerator(cpu=True))

@@ -147,6 +147,25 @@ def test_a_token_has_the_same_loss_packed_and_alone(lively: Drafter, tiny_store:
             torch.testing.assert_close(step, expected, rtol=0, atol=1e-6)
 
 
+def test_splits_of_an_unequal_batch_have_equal_gradients(lively: Drafter, tiny_store: FeatureStore) -> None:
+    """4x1, 1x4 as rows, and packed, of chats with different shares of supervision."""
+    data = TrainingData(tiny_store, layer_ids=lively.target_layer_ids, num_anchors=5, seed=0)
+    items = [data[index, 0] for index in (3, 0, 7, 12)]
+    assert len({int(item.record.loss_mask.sum()) for item in items}) == 4
+    found = []
+    for batches in (
+        [collate([item], packing=False) for item in items],
+        [collate(items, packing=False)],
+        [collate(items, packing=True)],
+        [collate(items[:1], packing=True), collate(items[1:], packing=True)],
+    ):
+        lively.zero_grad()
+        global_mean(lively, batches).backward()
+        found.append(torch.cat([parameter.grad.flatten() for parameter in lively.parameters()]))
+    for gradient in found[1:]:
+        assert (gradient - found[0]).norm() < 1e-6 * found[0].norm()
+
+
 def document_alone(batch: DraftBatch, document: int, start: int, stop: int) -> DraftBatch:
     anchors = batch.anchors[0]
     own = anchors[(anchors >= start) & (anchors < stop)] - start

@@ -41,14 +41,14 @@ def main(node: DictConfig) -> None:
             identity, tokenizer = target_identity(target_config), load_tokenizer(target_config)
             store = open_features(config, target_config, tokenizer, identity, accelerator)
             drafter = build_drafter(config, model, target_config, tokenizer, store, accelerator)
-            asked = config.probe
+            asked, device = config.probe, accelerator.device
             prompts = heldout_prompts(asked.prompts, asked.num_prompts, tokenizer, target_config.thinking)
-            device = accelerator.device
             probe = Probe(target_config, identity, device, prompts, asked.max_new_tokens, asked.temperature)
             if accelerator.is_main_process:
                 write_provenance(folder / "train_provenance.json", node, sys.argv)
             about = provenance(node, sys.argv)
             train(config, drafter, store, identity, accelerator, run_config=about, fsdp=fsdp, probe=probe)
+        accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -58,12 +58,15 @@ class StepPlan:
 
     def members(self, step: int) -> list[int]:
         """Records of optimiser step `step`, counted from 0."""
-        epoch = step // self.steps_per_epoch
-        if self._order is None or self._order[0] != epoch:
+        epoch, known = (
+            step // self.steps_per_epoch,
+            self._order,
+        )  # read once: the loop and its prefetch thread share this
+        if known is None or known[0] != epoch:
             generator = torch.Generator().manual_seed(stable_seed(self.seed, epoch))
-            self._order = epoch, torch.randperm(len(self.lengths), generator=generator)
+            self._order = known = epoch, torch.randperm(len(self.lengths), generator=generator)
         start = step % self.steps_per_epoch * self.batch_size
-        return self._order[1][start : start + self.batch_size].tolist()
+        return known[1][start : start + self.batch_size].tolist()
 
     def micro_batches(self, step: int) -> list[list[list[Visit]]]:
         """Visits of step `step`, by process and micro-batch."""

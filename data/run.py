@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
@@ -52,11 +53,20 @@ def start_processes(environment: Mapping[str, str], *, single: bool = False, **o
     handlers: list[KwargsHandler] = [
         DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     ]
+    # The main process probes and checks checkpoints alone, longer than the ten minutes that others would wait for it.
+    group: dict[str, Any] = {"timeout": timedelta(hours=2)}
     wants_deepspeed = is_set(environment, "ACCELERATE_USE_DEEPSPEED")
     if wants_deepspeed and "WORLD_SIZE" in environment and not torch.cuda.is_available():
-        handlers.append(InitProcessGroupKwargs(backend="gloo"))
+        group["backend"] = "gloo"
         let_deepspeed_do_without_a_compiler()
+    if "WORLD_SIZE" in environment:
+        handlers.append(InitProcessGroupKwargs(**group))
     accelerator = Accelerator(**options, kwargs_handlers=handlers)
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise ValueError(
+            f"mixed_precision={accelerator.mixed_precision} is not supported: choose no or bf16 (train.py "
+            "mixed_precision=bf16, or the launcher's config)"
+        )
     expected = int(environment.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != expected:
         raise ValueError(

@@ -28,7 +28,7 @@ def training_mixer(
     window: int | None = None,
     flex: bool = False,
 ) -> Mixer:
-    """How the blocks of packed rows attend in training; unused anchors see their own keys only."""
+    """How the blocks of packed rows attend in training; what unused anchors give has no meaning."""
     if flex and anchors.shape[1]:  # without a block there is no tile to name
         return _flex_mixer(anchors.to(device), document_ids.to(device), num_slots, window)
     spans = context_spans(anchors, document_ids, num_slots=num_slots, window=window)

@@ -33,3 +33,9 @@ def test_the_first_fsdp_is_refused(version: str | None) -> None:
     environment = {"ACCELERATE_USE_FSDP": "true"} | ({} if version is None else {"FSDP_VERSION": version})
     with pytest.raises(ValueError, match=f"FSDP version {version} is not supported: set fsdp_version: 2"):
         asked_for_fsdp(environment)
+
+
+@pytest.mark.parametrize("precision", ["fp16"])
+def test_a_type_that_needs_loss_scaling_is_refused(precision: str) -> None:
+    with pytest.raises(ValueError, match=r"mixed_precision=fp16 is not supported: choose no or bf16"):
+        start_processes({}, cpu=True, mixed_precision=precision)

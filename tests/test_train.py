@@ -170,6 +170,51 @@ def test_a_resumed_run_has_the_rates_and_weights_of_an_undisturbed_one(tmp_path:
     assert rates[0] == rates[1] and len(rates[0]) == 20
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peak_tflops": 0.0}, r"peak_tflops=0.0 must be positive, or null"),
+        ({"num_workers": -1}, r"num_workers=-1 must be 0"),
+        ({"probe": ProbeConfig(None, None, 4, 8, temperature=-1.0)}, r"probe.temperature=-1.0 must be 0"),
+    ],
+)
+def test_options_out_of_range_are_refused_before_training(
+    tmp_path: Path, run_training: Any, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_training(train_config(tmp_path, **changes))
+
+
+def test_a_run_does_not_go_on_with_other_records(
+    tmp_path: Path, run_training: Any, tiny_store: FeatureStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of data would be another one from there on; where the store lies does not matter."""
+    config = train_config(tmp_path, num_steps=4)
+    assert run_killed(lambda: run_training(config), kill_at=(trainer, "save_checkpoint", 2)) == -9
+    monkeypatch.setattr(tiny_store, "ids", [f"other-{id}" for id in tiny_store.ids])
+    with pytest.raises(ValueError, match=r"with other options: records \(was"):
+        run_training(config)
+
+
+def test_a_plan_may_be_asked_from_two_threads(tiny_store: FeatureStore) -> None:
+    """Another epoch, asked for in the middle of an answer, does not change it."""
+    plan = plan_of(tiny_store.lengths, 16)
+    expected = plan_of(tiny_store.lengths, 16).members(1)
+    right = torch.randperm
+
+    def interrupted(*arguments: Any, **options: Any) -> torch.Tensor:
+        torch.randperm = right
+        found = right(*arguments, **options)
+        plan.members(4)
+        return found
+
+    try:
+        torch.randperm = interrupted
+        assert plan.members(1) == expected
+    finally:
+        torch.randperm = right
+
+
 def test_a_batch_smaller_than_the_processes_is_refused(tiny_store: FeatureStore) -> None:
     with pytest.raises(ValueError, match=r"batch_size=2 leaves some of 3 processes without a record"):
         plan_of(tiny_store.lengths, 2, num_processes=3)

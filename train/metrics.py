@@ -13,7 +13,15 @@ from models.base import DraftBatch, DraftLoss
 from models.flops import num_tokens
 
 # Dense bf16 operations of one device, by a part of its name (vendors' data sheets, without sparsity).
-PEAK_TFLOPS = {"H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "B200": 2250.0}
+PEAK_TFLOPS = {
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "B200": 2250.0,
+}
 
 
 Window = dict[str, Any]  # what a process has gathered since the last report: tensors in host memory and numbers

@@ -118,7 +118,10 @@ class FullySharded(Replicated):
         narrow = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
         options: dict[str, Any] = {
             "mesh": init_device_mesh(accelerator.device.type, (accelerator.num_processes,)),
-            "mp_policy": MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32),
+            # inputs stay as they are: rotary tables would be rounded with the rest
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False
+            ),
         }
         for layer in drafter.sharded_layers or ():
             fully_shard(layer, **options)
@@ -183,9 +186,12 @@ class Zero(Shared):
         """Of the master copies, layer by layer where they are sharded."""
         from deepspeed.utils import safe_get_full_fp32_param
 
-        buffers = dict(self.drafter.named_buffers())
-        masters = {name: safe_get_full_fp32_param(p) for name, p in self.drafter.named_parameters()}
-        return buffers | {name: tensor.clone() for name, tensor in masters.items() if tensor is not None}
+        whole = dict(self.drafter.named_buffers())
+        for name, parameter in self.drafter.named_parameters():
+            master = safe_get_full_fp32_param(parameter)
+            if self.accelerator.is_main_process and master is not None:  # one at a time on the device, kept on the host
+                whole[name] = master.to("cpu", copy=True)
+        return whole
 
     def save_optimizer(self, folder: Path) -> None:
         try:

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -13,8 +14,9 @@ from typing import Any, TypeVar
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from data.store import FeatureSource
 from models.checkpoint import step_folders
-from models.files import sha256_file, write_atomic
+from models.files import sha256_file, sha256_text, write_atomic
 from train.checkpoint import FORMAT_VERSION, TRAINER, Progress, link_best, read_sealed
 from train.config import ONLINE, TrainConfig
 from train.optim import Schedule
@@ -39,6 +41,11 @@ def trajectory(config: TrainConfig) -> dict[str, Any]:
     else:
         del values["online"], values["chats"]
     return {**values, "model": dict(config.model), "target": dict(config.target)}
+
+
+def fingerprint(store: FeatureSource) -> str:
+    """Of the records that a run draws from: their ids and lengths, wherever the store lies."""
+    return sha256_text(json.dumps([store.ids, store.lengths.tolist()]))
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from train.config import ONLINE, TrainConfig
 from train.metrics import MetricSums, Throughput
 from train.optim import Schedule, learning_rate
 from train.parallel import Shared, share
-from train.resume import Found, alone_in, find_checkpoint, on_main, put_aside, read_progress, trajectory
+from train.resume import Found, alone_in, find_checkpoint, fingerprint, on_main, put_aside, read_progress, trajectory
 from train.setup import set_up_compute
 from train.tracking import PROBE_PREFIX, Tracker, build_trackers
 
@@ -86,7 +86,7 @@ def train(
     """
     with alone_in(Path(config.output_dir), accelerator):
         store.check_target(identity, drafter.target_layer_ids)
-        folder, options = Path(config.output_dir), trajectory(config)
+        folder, options = Path(config.output_dir), {**trajectory(config), "records": fingerprint(store)}
         plan = step_plan(config, store, accelerator.num_processes)
         num_steps = config.num_steps if config.num_steps is not None else int(config.num_epochs * plan.steps_per_epoch)
         if num_steps < 1:
@@ -116,6 +116,7 @@ def train(
         try:
             if found and found.is_in(run.checkpoints):  # a kill may have come before its probe
                 measure(run, found.folder, progress.step)
+            run.throughput.pause()  # what was done since the last step is no training time
             done = run_steps(run, store, progress.step)
         finally:
             for tracker in run.trackers:
@@ -162,6 +163,12 @@ def check_intervals(config: TrainConfig) -> None:
     for name in ("log_every", "checkpoint_every", "keep_checkpoints"):
         if (value := getattr(config, name)) < 1:
             raise ValueError(f"{name}={value} must be at least 1")
+    if config.peak_tflops is not None and config.peak_tflops <= 0:
+        raise ValueError(f"peak_tflops={config.peak_tflops} must be positive, or null")
+    if config.num_workers < 0:
+        raise ValueError(f"num_workers={config.num_workers} must be 0 (a thread reads ahead) or more")
+    if config.probe.temperature < 0:
+        raise ValueError(f"probe.temperature={config.probe.temperature} must be 0 (greedy) or more")
     every = config.probe.every
     if every is not None and (every < 1 or every % config.checkpoint_every):
         raise ValueError(

@@ -5,6 +5,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import TypeVar
 
@@ -50,6 +51,8 @@ class StepPlan:
             )
         self.lengths, self.batch_size, self.tokens_per_batch = lengths, batch_size, tokens_per_batch
         self.packing, self.num_processes, self.seed = packing, num_processes, seed
+        # The sampler, a few batches ahead, and the loop both ask; an answer is a sort of all records of the step.
+        self.micro_batches = lru_cache(maxsize=64)(self._micro_batches)
         self._order: tuple[int, Tensor] | None = None  # of the newest epoch asked for
 
     @property
@@ -58,17 +61,15 @@ class StepPlan:
 
     def members(self, step: int) -> list[int]:
         """Records of optimiser step `step`, counted from 0."""
-        epoch, known = (
-            step // self.steps_per_epoch,
-            self._order,
-        )  # read once: the loop and its prefetch thread share this
+        # read once: the loop and its prefetch thread share this
+        epoch, known = step // self.steps_per_epoch, self._order
         if known is None or known[0] != epoch:
             generator = torch.Generator().manual_seed(stable_seed(self.seed, epoch))
             self._order = known = epoch, torch.randperm(len(self.lengths), generator=generator)
         start = step % self.steps_per_epoch * self.batch_size
         return known[1][start : start + self.batch_size].tolist()
 
-    def micro_batches(self, step: int) -> list[list[list[Visit]]]:
+    def _micro_batches(self, step: int) -> list[list[list[Visit]]]:
         """Visits of step `step`, by process and micro-batch."""
         epoch, members = step // self.steps_per_epoch, self.members(step)
         lengths = self.lengths[members].tolist()

@@ -12,10 +12,8 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from data.chat import render_prompt
 from data.codecs import find_codec, round_trip
 from data.generate import BuiltinPrompts
-from data.messages import prompt_part
 from data.prompts import Prompt
 from eval.autotune import LengthChoice, choose_num_draft_tokens
 from eval.decode import DecodeConfig, Generation, decode
@@ -24,7 +22,7 @@ from eval.report import build_report
 from eval.schedule import Schedule, ScheduleName
 from eval.stats import Pass
 from eval.subject import VANILLA, Subject, ngram
-from eval.tasks import load_tasks
+from eval.tasks import load_tasks, render_prompts
 from eval.verify import Rule
 from models.files import read_json, sha256_text, write_json
 from models.sampling import SamplingConfig
@@ -139,11 +137,7 @@ class Harness:
         return load_tasks(names, self.config.builtin, prompts_dir=self.config.prompts_dir, num_prompts=num_prompts)
 
     def _render(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        thinking = self.target_config.thinking
-        return [
-            render_prompt(self.tokenizer, prompt_part(prompt.messages), tools=prompt.tools, thinking=thinking)
-            for prompt in prompts
-        ]
+        return render_prompts(self.tokenizer, prompts, self.target_config.thinking)
 
     def _target_of(self, subject: Subject) -> Target:
         """The target read out at the subject's layers, rounded as a store would where that is asked for."""

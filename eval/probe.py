@@ -7,13 +7,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from data.chat import render_prompt
-from data.messages import prompt_part
 from data.prompts import builtin_prompts, read_prompts
 from eval.decode import DecodeConfig, decode
 from eval.schedule import Schedule, ScheduleName
 from eval.stats import acceptance_stats
 from eval.subject import load_subject
+from eval.tasks import render_prompts
 from eval.verify import Rule
 from models.sampling import SamplingConfig
 from models.target import Target, TargetConfig, TargetIdentity, load_target
@@ -68,7 +67,4 @@ def heldout_prompts(
         prompts = read_prompts(Path(source), split="heldout")[:num_prompts]
     if not prompts:
         raise ValueError(f"probe.prompts={source} with probe.num_prompts={num_prompts} gives no prompt")
-    return [
-        render_prompt(tokenizer, prompt_part(prompt.messages), tools=prompt.tools, thinking=thinking)
-        for prompt in prompts
-    ]
+    return render_prompts(tokenizer, prompts, thinking)

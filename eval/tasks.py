@@ -3,7 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
+from data.chat import render_prompt
 from data.generate import BuiltinPrompts, load_prompts
+from data.messages import prompt_part
 from data.prompts import Prompt, read_prompts
 
 HELDOUT = "heldout"
@@ -26,6 +30,16 @@ def load_tasks(
     if not prompts:
         raise ValueError(f"tasks={list(names)} name no prompt")
     return prompts
+
+
+def render_prompts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], thinking: bool | None
+) -> list[list[int]]:
+    """Token ids of each prompt without its answer."""
+    return [
+        render_prompt(tokenizer, prompt_part(prompt.messages), tools=prompt.tools, thinking=thinking)
+        for prompt in prompts
+    ]
 
 
 def task_file(name: str, prompts_dir: str | None) -> Path:

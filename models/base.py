@@ -33,6 +33,22 @@ class SlotLayout(StrEnum):
     in_place = "in_place"
 
 
+@dataclass(frozen=True)
+class SampledVocabulary:
+    """Columns of the head that stand for all of it in one loss: some for sure, the rest drawn uniformly.
+
+    A drawn column stands for (V - sure) / drawn others, so log of that is added to its logits and the softmax
+    normaliser keeps its expectation. Cross-entropy and L1 become estimates with a small bias (log of a mean).
+    """
+
+    ids: Tensor  # [C] int64 ascending
+    log_weights: Tensor  # [C]
+
+    def places(self, token_ids: Tensor) -> Tensor:
+        """Column of each token; every one must be in `ids`."""
+        return torch.searchsorted(self.ids, token_ids)
+
+
 @dataclass
 class DraftBatch:
     """Training batch of packed rows, right-padded: the documents of a row stand one after another.
@@ -61,6 +77,7 @@ class DraftBatch:
 
     def __post_init__(self) -> None:
         self._host: DraftBatch | None = None
+        self.vocabulary: SampledVocabulary | None = None  # of losses; the step's, set after `to`. None = all tokens
 
     def tensors(self) -> dict[str, Tensor]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -149,12 +166,13 @@ class Drafter(nn.Module, ABC):
 
     needs_features = True
     flex_attention = False  # how training attends; set by whoever trains, not part of a checkpoint
-    training_options: ClassVar[frozenset[str]]  # fields of its config that say how it learns, not what it is
     compiled = False  # torch.compile for the arithmetic of layers and losses; likewise
+    training_options: ClassVar[frozenset[str]]  # fields of its config that say how it learns, not what it is
     num_draft_tokens: int
     target_layer_ids: tuple[int, ...]
     slot_layout: SlotLayout | None = None  # None: a chain, which has no block
     draft_vocab_size: int | None = None  # None: all of the target's tokens
+    sampled_vocabulary: int | None = None  # tokens drawn for `DraftBatch.vocabulary` of every step; None: exact losses
     spec: TargetSpec
     embedding: Tensor  # [V, D]
     head: Tensor  # [V, D]

@@ -19,7 +19,6 @@ from models.flops import attention_flops, loss_columns, num_tokens, vocabulary_f
 from models.layers import BlockLayer, RMSNorm, Rotary
 from models.losses import (
     LossWeights,
-    batch_vocabulary,
     check_sampled_vocabulary,
     check_terms,
     dynamic_weights,
@@ -91,6 +90,7 @@ class BlockDrafter(Drafter):
         check_layer_ids(target_layer_ids, spec)
         self.config, self.spec, self.target_layer_ids = config, spec, target_layer_ids
         self.num_draft_tokens, self.slot_layout = config.num_draft_tokens, config.slot_layout
+        self.sampled_vocabulary = config.sampled_vocabulary
         self.decay = published_decay(config.num_draft_tokens) if config.decay is None else config.decay
         self.fc = nn.Linear(len(target_layer_ids) * spec.hidden_size, spec.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
@@ -216,10 +216,7 @@ class BlockDrafter(Drafter):
             num_keys=self.num_slots,
             window=self.config.sliding_window,
         )
-        columns, num_teachers = (
-            loss_columns(host, spec.vocab_size, self.config.sampled_vocabulary),
-            len(slots.teacher_rows.unique()),
-        )
+        columns, num_teachers = loss_columns(batch, spec.vocab_size), len(slots.teacher_rows.unique())
         flops = 4.0 * num_tokens(host) * self.fc.weight.numel()  # features need no gradient
         flops += len(self.layers) * context + 6.0 * self.layer_rows(batch) * of_layer
         flops += 6.0 * num_rows * columns * self.bias_size
@@ -246,10 +243,9 @@ class BlockDrafter(Drafter):
         bias_input: Tensor | None = None,  # [R, r], with bias_head [V, r]
         bias_head: Tensor | None = None,
     ) -> VocabLoss:
-        """Weighted terms of the supervised slots, over all of the vocabulary or the batch's sample."""
+        """Weighted terms of the supervised slots, over all of the vocabulary or the step's sample."""
         head, labels, log_weights = self.head, slots.labels, None
-        if self.config.sampled_vocabulary is not None:
-            drawn = batch_vocabulary(batch, len(head), self.config.sampled_vocabulary)
+        if (drawn := batch.vocabulary) is not None:
             head, labels, log_weights = head[drawn.ids], drawn.places(labels), drawn.log_weights
             bias_head = None if bias_head is None else bias_head[drawn.ids]
 

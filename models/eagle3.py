@@ -24,7 +24,7 @@ from models.cache import KVCache
 from models.config import to_dataclass
 from models.flops import attention_flops, loss_columns, num_tokens, vocabulary_flops
 from models.layers import DraftAttention, GatedMLP, RMSNorm, Rotary
-from models.losses import LossWeights, batch_vocabulary, check_sampled_vocabulary, check_terms, find_chains
+from models.losses import LossWeights, check_sampled_vocabulary, check_terms, find_chains
 from models.masks import cache_mask
 from models.sampling import Purpose, Sampler
 from models.spec import TargetSpec, fused_layers
@@ -81,6 +81,7 @@ class Eagle3(Drafter):
         check_layer_ids(target_layer_ids, spec)
         self.config, self.spec, self.target_layer_ids = config, spec, target_layer_ids
         self.num_draft_tokens, self.draft_vocab_size = config.num_draft_tokens, config.draft_vocab_size
+        self.sampled_vocabulary = config.sampled_vocabulary
         size, num_fused = spec.hidden_size, len(target_layer_ids)
         self.input_norm = RMSNorm(num_fused * size, spec.rms_norm_eps) if config.norm_before_fc else None
         norms = [RMSNorm(size, spec.rms_norm_eps) for _ in target_layer_ids] if config.fc_norm else []
@@ -222,8 +223,7 @@ class Eagle3(Drafter):
     def chain_loss(self, batch: DraftBatch, states: list[Tensor], teacher_rows: list[Tensor]) -> VocabLoss:
         """One total a step, rows in the order of the steps. All steps that predict a token share the target's
         distribution; only a head in training, whose gradient sums over rows, needs a pass for every step."""
-        sampled = self.config.sampled_vocabulary
-        columns = None if sampled is None else batch_vocabulary(batch, self.spec.vocab_size, sampled)
+        columns = batch.vocabulary
 
         def loss_of(steps: list[int]) -> VocabLoss:
             ids = [torch.full_like(teacher_rows[step], place) for place, step in enumerate(steps)]
@@ -259,12 +259,12 @@ class Eagle3(Drafter):
         of_fusion = 4 if self.input_norm is None and not len(self.fc_norm) else 6
         of_token = of_fusion * self.fc.weight.numel() + 24 * spec.hidden_size * spec.num_kv_heads * spec.head_dim
         size, trains_head = spec.num_heads * spec.head_dim, self.lm_head is not None
-        columns = loss_columns(host, self.draft_vocab_size or spec.vocab_size, self.config.sampled_vocabulary)
+        columns = loss_columns(batch, self.draft_vocab_size or spec.vocab_size)
         attention = [attention_flops(host, chains, size=size, num_queries=1, num_keys=s + 1) for s in range(steps)]
         rows = vocabulary_flops(
             int(supervised.sum()), 0, size=spec.hidden_size, columns=columns, trains_head=trains_head
         )
-        columns = loss_columns(host, spec.vocab_size, self.config.sampled_vocabulary)
+        columns = loss_columns(batch, spec.vocab_size)
         num_teachers = len(host.last_hidden) * (steps if trains_head else 1)
         rows += vocabulary_flops(0, num_teachers, size=spec.hidden_size, columns=columns)
         layer = 6.0 * self.layer_rows(batch) * of_layer

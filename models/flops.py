@@ -27,6 +27,6 @@ def vocabulary_flops(num_rows: int, num_teachers: int, *, size: int, columns: in
     return 2.0 * size * columns * ((3 if trains_head else 2) * num_rows + num_teachers)
 
 
-def loss_columns(batch: DraftBatch, vocab_size: int, num_drawn: int | None) -> int:
-    """Columns of the head in a loss over all of the vocabulary, or over the batch's tokens and drawn ones."""
-    return vocab_size if num_drawn is None else min(vocab_size, num_drawn + len(batch.host.input_ids.unique()))
+def loss_columns(batch: DraftBatch, vocab_size: int) -> int:
+    """Columns of the head in a loss over all of the vocabulary, or over the step's sample."""
+    return vocab_size if batch.vocabulary is None else len(batch.vocabulary.ids)

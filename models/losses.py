@@ -1,11 +1,12 @@
 """Terms of a loss, what is supervised and weighs how much, columns that stand for the vocabulary, sums for metrics."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from models.base import DraftBatch
+from models.base import DraftBatch, SampledVocabulary
 
 
 @dataclass(kw_only=True)
@@ -41,47 +42,31 @@ def check_terms(terms: LossWeights) -> None:
         raise ValueError("model.loss has no term: give at least one of its weights a value above 0")
 
 
-@dataclass(frozen=True)
-class SampledVocabulary:
-    """Columns of the head that stand for all of it in one loss: some for sure, the rest drawn uniformly.
-
-    A drawn column stands for (V - sure) / drawn others, so log of that is added to its logits and the softmax
-    normaliser keeps its expectation. Cross-entropy and L1 become estimates with a small bias (log of a mean).
-    """
-
-    ids: Tensor  # [C] int64 ascending
-    log_weights: Tensor  # [C]
-
-    def places(self, token_ids: Tensor) -> Tensor:
-        """Column of each token; every one must be in `ids`."""
-        return torch.searchsorted(self.ids, token_ids)
-
-
 def check_sampled_vocabulary(num_drawn: int | None) -> None:
     """Raises ValueError unless a positive number of columns or None, the whole vocabulary."""
     if num_drawn is not None and num_drawn < 1:
         raise ValueError(f"model.sampled_vocabulary must be positive or null (exact), got {num_drawn}")
 
 
-def sample_vocabulary(sure: Tensor, vocab_size: int, num_drawn: int, generator: torch.Generator) -> SampledVocabulary:
-    """`sure` token ids (any shape, repeats allowed) plus up to `num_drawn` of the others, without replacement."""
-    is_sure = torch.zeros(vocab_size, dtype=torch.bool, device=sure.device)
-    is_sure[sure.flatten()] = True
-    others = (~is_sure).nonzero().squeeze(1)
+def tokens_of(batches: Iterable[DraftBatch], vocab_size: int) -> Tensor:
+    """Which tokens [V] bool the documents hold, in host memory."""
+    found = torch.zeros(vocab_size, dtype=torch.bool)
+    for batch in batches:
+        found[batch.host.input_ids[batch.host.document_ids >= 0]] = True
+    return found
+
+
+def sample_vocabulary(sure: Tensor, num_drawn: int, generator: torch.Generator) -> SampledVocabulary:
+    """The tokens of `sure` [V] bool, and up to `num_drawn` of the others without replacement."""
+    others = (~sure).nonzero().squeeze(1)
     order = torch.randperm(len(others), generator=generator)[:num_drawn]
     drawn = others[order.to(others.device)]
-    ids = torch.cat((is_sure.nonzero().squeeze(1), drawn))
+    ids = torch.cat((sure.nonzero().squeeze(1), drawn))
     log_weights = torch.zeros(len(ids), device=sure.device)
     if len(drawn):
         log_weights[-len(drawn) :] = torch.tensor(len(others) / len(drawn)).log()
     ids, order = ids.sort()
     return SampledVocabulary(ids, log_weights[order])
-
-
-def batch_vocabulary(batch: DraftBatch, vocab_size: int, num_drawn: int) -> SampledVocabulary:
-    """The batch's own tokens for sure and `num_drawn` others, seeded by the batch: a resumed run draws the same."""
-    generator = torch.Generator().manual_seed(int(batch.anchors.sum() * 1_000_003 + batch.input_ids.sum()))
-    return sample_vocabulary(batch.input_ids, vocab_size, num_drawn, generator)
 
 
 def find_chains(batch: DraftBatch, num_steps: int) -> tuple[Tensor, Tensor]:

@@ -2,35 +2,26 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from models.base import SlotLayout
 from models.dspark import DSparkConfig, MarkovHeadType
 from models.losses import LossWeights
-from models.spec import TargetSpec
+from tests.gpu_setting import QWEN3_4B
 
-VOCAB_SIZE, HIDDEN_SIZE = 151_936, 256
+VOCAB_SIZE, HIDDEN_SIZE = QWEN3_4B.vocab_size, 256
 LAYER_IDS = (1, 17, 33)
-SPEC = TargetSpec(
-    model_type="qwen3",
-    vocab_size=VOCAB_SIZE,
+SPEC = replace(
+    QWEN3_4B,
     hidden_size=HIDDEN_SIZE,
     intermediate_size=3 * HIDDEN_SIZE,
-    num_layers=36,
     num_heads=8,
     num_kv_heads=2,
     head_dim=32,
-    hidden_act="silu",
-    rms_norm_eps=1e-6,
-    max_position_embeddings=4096,
-    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    logit_softcap=None,
-    embedding_scale=1.0,
     tie_embeddings=False,
-    initializer_range=0.02,
-    bos_token_id=None,
+    max_position_embeddings=4096,
     eos_token_ids=(0,),
-    pad_token_id=None,
 )
 
 

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.base import DraftBatch, Drafter
+from models.base import DraftBatch, Drafter, SampledVocabulary
 from models.dspark import DSpark
+from models.losses import sample_vocabulary, tokens_of
 from models.sampling import Sampler, SamplingConfig
 from models.target import Target, TargetConfig
 from tests.conftest import build_dspark
@@ -38,6 +39,11 @@ def mixed_batch(drafter: Drafter, *, seed: int = 0) -> DraftBatch:
         last_hidden_ids=torch.arange(shape[0] * LENGTH).view(shape),
         anchors=torch.tensor(ANCHORS),
     )
+
+
+def draw_vocabulary(batch: DraftBatch, num_drawn: int) -> SampledVocabulary:
+    """As the trainer does for a step of this one batch of a tiny target."""
+    return sample_vocabulary(tokens_of([batch], 55), num_drawn, torch.Generator().manual_seed(0))
 
 
 def ragged_state(drafter: Drafter, counts: list[int]) -> tuple[Any, Tensor, Tensor]:

@@ -26,7 +26,17 @@ SETTINGS = {  # packing, tokens of a step's micro-batches of all processes: one 
     "rows_4": (False, 80),
 }
 NUM_STEPS = 20
-MODELS = {"dspark": dspark_config(num_layers=2), "eagle3": eagle3_config()}
+MODELS = {
+    "dspark": dspark_config(num_layers=2),
+    "eagle3": eagle3_config(),  # sharded in another way
+    "sampled": dspark_config(sampled_vocabulary=10),
+}
+RUNS = [
+    *((setting, "dspark") for setting in SETTINGS),
+    ("packed", "eagle3"),
+    ("packed", "sampled"),
+    ("rows_4", "sampled"),
+]
 
 
 def num_micro_batches(store: FeatureStore, setting: str, num_processes: int) -> set[int]:
@@ -45,26 +55,24 @@ def main(target_path: str, store_path: str, out: str, mixed_precision: str) -> N
         target_identity(config),
         FeatureStore(Path(store_path)),
     )
-    for setting, (packing, tokens) in SETTINGS.items():
-        for model, options in MODELS.items():
-            if model != "dspark" and setting != "packed":
-                continue  # the other drafter once: it is sharded in another way
-            AcceleratorState._reset_state()
-            accelerator = start_processes(os.environ, mixed_precision=mixed_precision)
-            train = train_config(
-                Path(out) / f"{setting}_{model}",
-                num_steps=NUM_STEPS,
-                packing=packing,
-                tokens_per_batch=tokens // accelerator.num_processes,
-                checkpoint_every=10,
-                log_every=1,
-                mixed_precision=mixed_precision,
-            )
-            drafter = build_drafter(options, target, config)
-            fsdp = asked_for_fsdp(os.environ)
-            folder = trainer.train(train, drafter, store, identity, accelerator, run_config={}, fsdp=fsdp)
-            assert folder.name == f"step_{NUM_STEPS:08d}"
-            launcher = read_json(folder / "trainer.json")["launcher"]
+    for setting, model in RUNS:
+        packing, tokens = SETTINGS[setting]
+        AcceleratorState._reset_state()
+        accelerator = start_processes(os.environ, mixed_precision=mixed_precision)
+        train = train_config(
+            Path(out) / f"{setting}_{model}",
+            num_steps=NUM_STEPS,
+            packing=packing,
+            tokens_per_batch=tokens // accelerator.num_processes,
+            checkpoint_every=10,
+            log_every=1,
+            mixed_precision=mixed_precision,
+        )
+        drafter = build_drafter(MODELS[model], target, config)
+        fsdp = asked_for_fsdp(os.environ)
+        folder = trainer.train(train, drafter, store, identity, accelerator, run_config={}, fsdp=fsdp)
+        assert folder.name == f"step_{NUM_STEPS:08d}"
+        launcher = read_json(folder / "trainer.json")["launcher"]
     if accelerator.is_main_process:
         kind = str(accelerator.distributed_type)
         world = {"num_processes": accelerator.num_processes, "type": kind, "launcher": launcher}

@@ -13,13 +13,13 @@ from torch import Tensor
 from data.store import FeatureStore
 from models.checkpoint import load_drafter, save_drafter
 from models.eagle3 import Eagle3
-from models.losses import LossWeights, batch_vocabulary
+from models.losses import LossWeights
 from models.spec import fused_layers
 from models.target import Target, TargetConfig, load_target
 from models.vocab_loss import DraftHead
 from tests.chains import chain_output, lively_eagle3
 from tests.conftest import build_drafter, eagle3_config, planted_fault
-from tests.draft_batches import greedy_sampler, mixed_batch, stochastic_sampler
+from tests.draft_batches import draw_vocabulary, greedy_sampler, mixed_batch, stochastic_sampler
 from tests.draft_checks import IDENTITY, check_a_step_helps, greedy, stored_batch, total_loss
 
 CHOICES: dict[str, list[Any]] = {
@@ -127,18 +127,20 @@ def test_fused_layers_spread_from_the_first_to_the_last() -> None:
 def test_a_sampled_vocabulary_of_everything_gives_the_exact_loss(
     tiny_target: Target, tiny_target_config: TargetConfig
 ) -> None:
-    exact, sampled = (lively_eagle3(tiny_target, tiny_target_config, sampled_vocabulary=size) for size in (None, 55))
-    batch = mixed_batch(exact)
-    assert total_loss(sampled, batch).item() == pytest.approx(total_loss(exact, batch).item(), rel=1e-6)
+    drafter = lively_eagle3(tiny_target, tiny_target_config)
+    batch = mixed_batch(drafter)
+    expected = total_loss(drafter, batch).item()
+    batch.vocabulary = draw_vocabulary(batch, 55)
+    assert total_loss(drafter, batch).item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_sampled_vocabulary_is_the_loss_over_its_columns(
     tiny_target: Target, tiny_target_config: TargetConfig
 ) -> None:
-    drafter = lively_eagle3(tiny_target, tiny_target_config, sampled_vocabulary=3)
+    drafter = lively_eagle3(tiny_target, tiny_target_config)
     batch = mixed_batch(drafter)
     batch.input_ids %= 20  # leaves 35 tokens to draw from
-    columns = batch_vocabulary(batch, 55, 3)
+    batch.vocabulary = columns = draw_vocabulary(batch, 3)
     assert len(columns.ids) < 30 and columns.log_weights.any()
     output, head = chain_output(drafter, batch), drafter.head[columns.ids]
     sums = [0.0] * 4

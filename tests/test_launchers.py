@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from data.store import FeatureStore
 from models.files import read_json
 from models.target import TargetConfig
-from tests.launched_training import MODELS, NUM_STEPS, SETTINGS, num_micro_batches
+from tests.launched_training import MODELS, NUM_STEPS, RUNS, SETTINGS, num_micro_batches
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "launch" / "accelerate"
@@ -56,23 +56,19 @@ def alone(tmp_path_factory: pytest.TempPathFactory, tiny_target_config: TargetCo
 
 def assert_same_training(out: Path, alone: Path) -> None:
     """Against one process, packed, one micro-batch a step: float32 sums in another order."""
-    for setting in SETTINGS:
-        for model in MODELS:
-            folder, reference = out / f"{setting}_{model}", alone / f"packed_{model}"
-            if not folder.is_dir():
-                assert model != "dspark" and setting != "packed"
-                continue
-            ours, theirs = metrics(folder), metrics(reference)
-            assert len(ours) == len(theirs) == NUM_STEPS
-            for one, other in zip(ours, theirs, strict=True):
-                for name in ("loss", "grad_norm", "learning_rate", "accept_rate@0", "accept_rate@3"):
-                    assert one[name] == pytest.approx(other[name], rel=1e-5), (setting, model, name, one["step"])
-                assert one["padding_share"] == 0 or setting.startswith("rows")
-            checkpoint = f"checkpoints/step_{NUM_STEPS:08d}/model.safetensors"
-            ours, theirs = load_file(folder / checkpoint), load_file(reference / checkpoint)
-            assert ours.keys() == theirs.keys()
-            for name in ours:
-                assert (ours[name] - theirs[name]).abs().max() < 1e-5, (setting, model, name)
+    for setting, model in RUNS:
+        folder, reference = out / f"{setting}_{model}", alone / f"packed_{model}"
+        ours, theirs = metrics(folder), metrics(reference)
+        assert len(ours) == len(theirs) == NUM_STEPS
+        for one, other in zip(ours, theirs, strict=True):
+            for name in ("loss", "grad_norm", "learning_rate", "accept_rate@0", "accept_rate@3"):
+                assert one[name] == pytest.approx(other[name], rel=1e-5), (setting, model, name, one["step"])
+            assert one["padding_share"] == 0 or setting.startswith("rows")
+        checkpoint = f"checkpoints/step_{NUM_STEPS:08d}/model.safetensors"
+        ours, theirs = load_file(folder / checkpoint), load_file(reference / checkpoint)
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            assert (ours[name] - theirs[name]).abs().max() < 1e-5, (setting, model, name)
 
 
 @pytest.mark.slow

@@ -154,7 +154,7 @@ def test_weighted_columns_have_the_gradients_of_shifted_logits(softcap: float | 
 @pytest.mark.parametrize("num_drawn", [1, 6, 1000])
 def test_a_sampled_vocabulary_holds_sure_tokens_once_and_others_at_random(num_drawn: int) -> None:
     sure, generator = torch.tensor([[7, 3, 3], [21, 7, 0]]), torch.Generator().manual_seed(0)
-    drawn = sample_vocabulary(sure, VOCAB_SIZE, num_drawn, generator)
+    drawn = sample_vocabulary(torch.zeros(VOCAB_SIZE).index_fill(0, sure.flatten(), 1).bool(), num_drawn, generator)
     num_others = min(num_drawn, VOCAB_SIZE - 4)
     assert drawn.ids.tolist() == sorted(set(drawn.ids.tolist()))
     assert len(drawn.ids) == 4 + num_others
@@ -169,7 +169,8 @@ def test_a_sampled_normaliser_has_the_exact_expectation() -> None:
     """Over 4000 draws of 5 others; the error of the mean is under 4 standard errors."""
     logits, generator = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(2)), torch.Generator()
     generator.manual_seed(3)
-    draws = [sample_vocabulary(torch.tensor([1, 4]), VOCAB_SIZE, 5, generator) for _ in range(4000)]
+    sure = torch.isin(torch.arange(VOCAB_SIZE), torch.tensor([1, 4]))
+    draws = [sample_vocabulary(sure, 5, generator) for _ in range(4000)]
     sums = torch.stack([(logits[d.ids] + d.log_weights).exp().sum() for d in draws])
     error = (sums.mean() - logits.exp().sum()).abs()
     assert error < 4 * sums.std() / len(sums) ** 0.5

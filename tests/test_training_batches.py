@@ -37,8 +37,11 @@ def make_lively(kind: str, target: Target, config: TargetConfig) -> Drafter:
 
 def global_mean(drafter: Drafter, batches: list[DraftBatch]) -> Tensor:
     """The trainer's loss of one optimiser step, on one process."""
-    run: Any = SimpleNamespace(drafter=drafter, accelerator=SimpleNamespace(reduce=lambda value, how: value))
+    accelerator = SimpleNamespace(reduce=lambda value, how: value, device=torch.device("cpu"))
+    run: Any = SimpleNamespace(drafter=drafter, accelerator=accelerator, config=SimpleNamespace(seed=0))
     denominators = trainer.global_denominators(run, batches)
+    for batch in batches:
+        batch.vocabulary = trainer.step_vocabulary(run, batches, 0)
     parts = [drafter(batch).numerators[term] / value for batch in batches for term, value in denominators.items()]
     return torch.stack(parts).sum()
 
@@ -147,8 +150,12 @@ def test_a_token_has_the_same_loss_packed_and_alone(lively: Drafter, tiny_store:
             torch.testing.assert_close(step, expected, rtol=0, atol=1e-6)
 
 
-def test_splits_of_an_unequal_batch_have_equal_gradients(lively: Drafter, tiny_store: FeatureStore) -> None:
+@pytest.mark.parametrize("sampled_vocabulary", [None, 5])
+def test_splits_of_an_unequal_batch_have_equal_gradients(
+    lively: Drafter, tiny_store: FeatureStore, sampled_vocabulary: int | None
+) -> None:
     """4x1, 1x4 as rows, and packed, of chats with different shares of supervision."""
+    lively.sampled_vocabulary = sampled_vocabulary
     data = TrainingData(tiny_store, layer_ids=lively.target_layer_ids, num_anchors=5, seed=0)
     items = [data[index, 0] for index in (3, 0, 7, 12)]
     assert len({int(item.record.loss_mask.sum()) for item in items}) == 4

@@ -35,6 +35,7 @@ from data.estimate import show_bytes, show_hours, stored_bytes
 from data.store import MANIFEST, Manifest, StoreHeader, StoreRecord, read_manifest
 from models.base import DraftBatch, Drafter
 from models.flops import num_tokens
+from models.losses import sample_vocabulary, tokens_of
 from models.spec import TargetSpec
 from models.target import TargetConfig, TargetIdentity, dtype_of, feature_layer_ids, load_spec
 from models.vocab_loss import CHUNK_BYTES
@@ -143,7 +144,11 @@ def middling_batch(config: TrainConfig, drafter: Drafter, corpus: Corpus, num_pr
         tokens = torch.randint(drafter.spec.vocab_size, (length,), generator=generator)
         record = StoreRecord("", tokens, mask, features, last_hidden)
         records.append(TrainingRecord(record, features, sample_anchors(mask, config.num_anchors, generator)))
-    return collate(records, packing=config.packing)
+    batch = collate(records, packing=config.packing)
+    if drafter.sampled_vocabulary is not None:
+        tokens = tokens_of([batch], drafter.spec.vocab_size)
+        batch.vocabulary = sample_vocabulary(tokens, drafter.sampled_vocabulary, generator)
+    return batch
 
 
 def feature_dtype(config: TrainConfig, corpus: Corpus) -> torch.dtype:

@@ -14,11 +14,12 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from data.collate import collate
-from data.dataset import RankSampler, StepPlan, TrainingData, prefetched
+from data.dataset import RankSampler, StepPlan, TrainingData, prefetched, stable_seed
 from data.run import StopRequest
 from data.store import FeatureSource
-from models.base import DraftBatch, Drafter
+from models.base import DraftBatch, Drafter, SampledVocabulary
 from models.checkpoint import step_folder
+from models.losses import sample_vocabulary, tokens_of
 from models.target import TargetIdentity
 from train.checkpoint import (
     PROBE,
@@ -275,9 +276,10 @@ def optimiser_step(run: Run, batches: list[DraftBatch], step: int) -> None:
     shared, world_size = run.shared, run.accelerator.num_processes
     rate = learning_rate(step, run.schedule, run.config.optim)
     shared.set_rate(rate)
-    denominators = global_denominators(run, batches)
+    denominators, vocabulary = global_denominators(run, batches), step_vocabulary(run, batches, step)
     terms: dict[str, Tensor] = {}
     for index, batch in enumerate(batches):
+        batch.vocabulary = vocabulary
         with shared.accumulating(is_last=index == len(batches) - 1):
             loss = shared(batch)
             means = {term: value / denominators[term] for term, value in loss.numerators.items()}
@@ -310,6 +312,17 @@ def global_denominators(run: Run, batches: list[DraftBatch]) -> dict[str, Tensor
     summed = torch.stack([torch.stack([part[term] for part in local]).sum() for term in terms])
     summed = cast(Tensor, run.accelerator.reduce(summed, "sum"))
     return {term: torch.where(value > 0, value, 1.0).float() for term, value in zip(terms, summed, strict=True)}
+
+
+def step_vocabulary(run: Run, batches: list[DraftBatch], step: int) -> SampledVocabulary | None:
+    """Columns of the step's losses where a drafter asks for a sample: the tokens of its records and drawn ones."""
+    num_drawn = run.drafter.sampled_vocabulary
+    if num_drawn is None:
+        return None
+    sure = tokens_of(batches, run.drafter.spec.vocab_size).float().to(run.accelerator.device)
+    sure = cast(Tensor, run.accelerator.reduce(sure, "sum")) > 0
+    generator = torch.Generator().manual_seed(stable_seed(run.config.seed, "vocabulary", step))
+    return sample_vocabulary(sure, num_drawn, generator)
 
 
 def report(run: Run, step: int, progress: Any) -> None:

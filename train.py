@@ -11,7 +11,6 @@ from omegaconf import DictConfig
 from data.run import asked_for_fsdp, prepare_target, provenance, stage, start_processes, user_errors
 from eval.probe import Probe, heldout_prompts
 from models.config import register, to_dataclass, typed
-from models.files import write_json
 from models.target import load_tokenizer, target_identity
 from train.config import TrainConfig
 from train.estimate import show_estimate
@@ -46,8 +45,6 @@ def main(node: DictConfig) -> None:
             prompts = heldout_prompts(asked.prompts, asked.num_prompts, tokenizer, target_config.thinking)
             probe = Probe(target_config, identity, device, prompts, asked.max_new_tokens, asked.temperature)
             about = provenance(node, sys.argv)
-            if accelerator.is_main_process:
-                write_json(folder / "train_provenance.json", about)
             train(config, drafter, store, identity, accelerator, run_config=about, fsdp=fsdp, probe=probe)
         accelerator.end_training()
 

@@ -45,9 +45,12 @@ def step_folders(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
-def resolve_folder(path: Path) -> Path:
-    """A drafter folder, or the newest checkpoint of a training run's `checkpoints` folder."""
-    folders = step_folders(path) if path.is_dir() else []
+def resolve_folder(path: Path, *, option: str = "draft") -> Path:
+    """A drafter folder, or the newest checkpoint of a training run's `checkpoints` folder. Raises ValueError naming the
+    `option` where there is no folder."""
+    if not path.is_dir():
+        raise ValueError(f"{option}={path}: no such folder")
+    folders = step_folders(path)
     return folders[-1] if folders else path
 
 
@@ -97,8 +100,6 @@ def load_drafter(folder: Path, *, dtype: torch.dtype | None = None, target: Targ
     `target` completes a public config (stop tokens, number of layers). Raises ValueError on a
     missing file, an unknown format, and missing, extra or misshaped tensors (all listed).
     """
-    if not folder.is_dir():
-        raise ValueError(f"draft={folder}: no such folder")
     config = read_json(folder / CONFIG)
     tensors = read_weights(folder / WEIGHTS)
     if "format_version" in config:

@@ -63,7 +63,10 @@ class Runs:
         seed = 5 + accelerator.process_index  # noise is another in each process
         torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
         probed = probe if config.probe.every else None
-        trainer.train(config, drafter, self.store, self.identity, accelerator, run_config={}, fsdp=fsdp, probe=probed)
+        about = {"seed": config.seed, "num_steps": config.num_steps}
+        trainer.train(
+            config, drafter, self.store, self.identity, accelerator, run_config=about, fsdp=fsdp, probe=probed
+        )
         return Path(config.output_dir)
 
     def train_refused(self, config: TrainConfig, num_processes: int, *, fsdp: bool = False) -> list[str]:

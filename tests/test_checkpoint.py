@@ -180,7 +180,7 @@ def test_a_cut_file_is_named(native: Path, keep: float) -> None:
 
 def test_missing_files_are_named(native: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"draft=.*nowhere: no such folder"):
-        load_drafter(tmp_path / "nowhere")
+        resolve_folder(tmp_path / "nowhere")
     (native / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"no such file: .*model\.safetensors"):
         read_weights(native / "model.safetensors")
@@ -316,4 +316,3 @@ def test_a_run_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
     for step in (5, 100, 20):
         step_folder(tmp_path, step).mkdir()
     assert resolve_folder(tmp_path) == tmp_path / "step_00000100"
-    assert resolve_folder(tmp_path / "nowhere") == tmp_path / "nowhere"

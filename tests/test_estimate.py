@@ -203,6 +203,17 @@ def test_an_online_run_has_no_store(config_alone: Path) -> None:
     assert "store      none" in estimate_of(config_alone, "store=online")
 
 
+def test_a_probe_is_said_to_hold_the_target(config_alone: Path) -> None:
+    assert "probe      " not in estimate_of(config_alone)
+    assert "holds the target, too" in estimate_of(config_alone, "probe.every=3000")
+
+
+@pytest.mark.parametrize("option", ["batch_size", "tokens_per_batch", "num_anchors"])
+def test_an_estimate_of_nothing_is_refused(config_alone: Path, option: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{option}=0 must be at least 1"):
+        estimate_of(config_alone, f"{option}=0")
+
+
 def tiny_estimate(tiny_target_config: TargetConfig, store: Path, *overrides: str) -> str:
     config, model, target = composed(
         "target=custom", f"target.path={tiny_target_config.path}", "target.name=tiny", f"store={store}", *overrides

@@ -47,17 +47,22 @@ from train.config import TrainConfig
 
 
 class Starts:
-    """Builds drafters as train.py does."""
+    """Builds drafters as train.py does, and gives them a folder's weights as a run does."""
 
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
 
-    def build(self, model: Any, folder: Path, *, layer_ids: tuple[int, ...] | None = None, **changes: Any) -> Drafter:
+    def build(self, model: Any, folder: Path, *, layer_ids: tuple[int, ...] | None = None) -> Drafter:
         target = self.runs.config if layer_ids is None else replace(self.runs.config, layer_ids=layer_ids)
-        config = train_config(folder / "run", init=str(folder), **changes)
+        config = train_config(folder / "run", init=str(folder))
         tokenizer = load_tokenizer(target)
         torch.manual_seed(99)  # other initial weights than the folder's
         return setup.build_drafter(config, model, target, tokenizer, self.runs.store, Accelerator(cpu=True))
+
+    def start(self, model: Any, folder: Path, *, layer_ids: tuple[int, ...] | None = None) -> Drafter:
+        drafter = self.build(model, folder, layer_ids=layer_ids)
+        setup.start_from_folder(drafter, str(folder))
+        return drafter
 
 
 def first_loss(drafter: Drafter, store: FeatureStore, config: TrainConfig) -> float:
@@ -100,7 +105,7 @@ def test_a_run_starts_from_a_checkpoint_of_ours(plain_runs: Runs, tmp_path: Path
 
 def test_init_takes_the_newest_checkpoint_of_a_run(plain_runs: Runs, tmp_path: Path) -> None:
     run = plain_runs.train(train_config(tmp_path / "first"))
-    drafter = Starts(plain_runs).build(dspark_config(), run / "checkpoints")
+    drafter = Starts(plain_runs).start(dspark_config(), run / "checkpoints")
     assert largest_difference(drafter.state_dict(), weights(run)) == 0
 
 
@@ -117,6 +122,7 @@ def test_a_run_that_started_from_weights_resumes_to_the_same_bits(plain_runs: Ru
     train(tmp_path / "whole")
     code = run_killed(lambda: train(tmp_path / "killed"), kill_at=(torch, "save", 2))
     assert code == -9
+    folder.rename(tmp_path / "gone")  # it has its own weights by now
     train(tmp_path / "killed")
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
     with pytest.raises(ValueError, match=r"init \(was .*, now None\)"):
@@ -172,20 +178,20 @@ def test_another_drafter_is_refused_with_the_list(plain_runs: Runs, tmp_path: Pa
     drafter = build_drafter(dspark_config(), plain_runs.target, plain_runs.config)
     save_drafter(drafter, tmp_path, target=IDENTITY)
     with pytest.raises(ValueError, match=rf"init=.* holds another drafter: .*{differing}.*Set model.\* and target.\*"):
-        Starts(plain_runs).build(model, tmp_path)
+        Starts(plain_runs).start(model, tmp_path)
 
 
 def test_other_layers_of_the_target_are_refused_with_the_list(plain_runs: Runs, tmp_path: Path) -> None:
     drafter = build_drafter(dspark_config(), plain_runs.target, plain_runs.config)
     save_drafter(drafter, tmp_path, target=IDENTITY)
     with pytest.raises(ValueError, match=r"target_layer_ids is \[0, 1, 2\] there, \[1, 2, 3\] here"):
-        Starts(plain_runs).build(dspark_config(), tmp_path, layer_ids=(1, 2, 3))
+        Starts(plain_runs).start(dspark_config(), tmp_path, layer_ids=(1, 2, 3))
 
 
 def test_another_way_of_learning_is_no_other_drafter(plain_runs: Runs, tmp_path: Path) -> None:
     drafter = build_drafter(dspark_config(), plain_runs.target, plain_runs.config)
     save_drafter(drafter, tmp_path, target=IDENTITY)
-    started = Starts(plain_runs).build(dspark_config(decay=2.0, confidence_weight=0.5), tmp_path)
+    started = Starts(plain_runs).start(dspark_config(decay=2.0, confidence_weight=0.5), tmp_path)
     assert largest_difference(started.state_dict(), drafter.state_dict()) == 0
 
 
@@ -204,4 +210,10 @@ def test_weights_that_were_trained_with_other_rotations_are_refused(plain_runs: 
     save_drafter(build_drafter(dspark_config(), other, plain_runs.config), tmp_path, target=IDENTITY)  # type: ignore[arg-type]
     message = r"target rms_norm_eps is 0.001 there, 1e-06 here; target rope_parameters is .*500\.0.* there"
     with pytest.raises(ValueError, match=message):
-        Starts(plain_runs).build(dspark_config(), tmp_path)
+        Starts(plain_runs).start(dspark_config(), tmp_path)
+
+
+def test_a_start_from_nowhere_names_the_option(plain_runs: Runs, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"init=.*nowhere: no such folder"):
+        Starts(plain_runs).start(dspark_config(), tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()

@@ -97,3 +97,22 @@ class TrainConfig:
     estimate: bool
     tracker: TrackerName | None
     wandb: WandbConfig
+
+
+def check_ranges(config: TrainConfig) -> None:
+    """Raises ValueError on numbers that no run can have; probes are taken of checkpoints, and so fall on them."""
+    sizes = ("batch_size", "tokens_per_batch", "num_anchors")
+    for name in (*sizes, "log_every", "checkpoint_every", "keep_checkpoints"):
+        if (value := getattr(config, name)) < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    if config.peak_tflops is not None and config.peak_tflops <= 0:
+        raise ValueError(f"peak_tflops={config.peak_tflops} must be positive, or null")
+    if config.num_workers < 0:
+        raise ValueError(f"num_workers={config.num_workers} must be 0 (a thread reads ahead) or more")
+    if config.probe.temperature < 0:
+        raise ValueError(f"probe.temperature={config.probe.temperature} must be 0 (greedy) or more")
+    every = config.probe.every
+    if every is not None and (every < 1 or every % config.checkpoint_every):
+        raise ValueError(
+            f"probe.every={every} must be a multiple of checkpoint_every={config.checkpoint_every}, or null"
+        )

@@ -39,7 +39,7 @@ from models.losses import sample_vocabulary, tokens_of
 from models.spec import TargetSpec
 from models.target import TargetConfig, TargetIdentity, dtype_of, feature_layer_ids, load_spec
 from models.vocab_loss import CHUNK_BYTES
-from train.config import ONLINE, AttentionBackend, TrainConfig
+from train.config import ONLINE, AttentionBackend, TrainConfig, check_ranges
 from train.metrics import PEAK_TFLOPS
 
 GPU, ASSUMED_MFU = "H100", 0.4
@@ -99,13 +99,17 @@ class Memory:
 
 def show_estimate(config: TrainConfig, model: Any, target: TargetConfig, accelerator: Accelerator) -> str:
     """The whole estimate as text; reads no weights. `model` is the drafter's typed config."""
+    check_ranges(config)
     spec = load_spec(target)
     drafter = sized_drafter(config, model, target, spec)
     corpus = find_corpus(config)
     narrow = accelerator.mixed_precision == "bf16"
     lines = [*show_sizes(drafter, target, corpus), *show_work(config, drafter, corpus), ""]
     lines += show_memory(config, drafter, target, corpus, narrow=narrow)
-    return "\n".join([*lines, "", show_store(config, target, drafter, corpus)]) + "\n"
+    lines += ["", show_store(config, target, drafter, corpus)]
+    if config.probe.every is not None:
+        lines.append("probe      from its first on the main process holds the target, too: its weights come on top")
+    return "\n".join(lines) + "\n"
 
 
 def sized_drafter(config: TrainConfig, model: Any, target: TargetConfig, spec: TargetSpec) -> Drafter:

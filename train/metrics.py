@@ -98,6 +98,12 @@ class Throughput:
     def step(self) -> None:
         self._steps, self._last = self._steps + 1, time.perf_counter()
 
+    def wait(self) -> None:
+        """For steps that the device still computes: they are training time."""
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize(self.accelerator.device)
+            self._last = time.perf_counter()
+
     def pause(self) -> None:
         """What was done since the last step (a checkpoint, a probe) is no training time."""
         now = time.perf_counter()

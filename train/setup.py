@@ -62,7 +62,7 @@ def build_drafter(
 ) -> Drafter:
     """`model` is the drafter's typed config. Only embedding and head of the target are read, not the whole model.
 
-    Raises ValueError where `init` and the config name different drafters.
+    Weights of an `init` folder come later: a run that resumes has its own.
     """
     spec = load_spec(target)
     drafter: Drafter = model.build(
@@ -81,14 +81,13 @@ def build_drafter(
     if drafter.draft_vocab_size is not None:
         set_draft_vocabulary(drafter, drafter.draft_vocab_size, store)
     drafter.copy_from_bound()
-    if config.init is not None:
-        start_from_folder(drafter, resolve_folder(Path(config.init)))
     return drafter
 
 
-def start_from_folder(drafter: Drafter, folder: Path) -> None:
+def start_from_folder(drafter: Drafter, init: str) -> None:
     """Take the weights of a drafter of any known format. Raises ValueError that names every option to change where it
     is another one than the config describes."""
+    folder = resolve_folder(Path(init), option="init")
     found = load_drafter(folder, target=drafter.spec).drafter
     ours, theirs = ({**described(d), **d.native_config()} for d in (drafter, found))
     differing = [

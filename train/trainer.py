@@ -19,6 +19,7 @@ from data.run import StopRequest
 from data.store import FeatureSource
 from models.base import DraftBatch, Drafter, SampledVocabulary
 from models.checkpoint import step_folder
+from models.files import write_json
 from models.losses import sample_vocabulary, tokens_of
 from models.target import TargetIdentity
 from train.checkpoint import (
@@ -32,12 +33,12 @@ from train.checkpoint import (
     set_random_state,
     tidy,
 )
-from train.config import ONLINE, TrainConfig
+from train.config import ONLINE, TrainConfig, check_ranges
 from train.metrics import MetricSums, Throughput
 from train.optim import Schedule, learning_rate
 from train.parallel import Shared, share
 from train.resume import Found, alone_in, find_checkpoint, fingerprint, on_main, put_aside, read_progress, trajectory
-from train.setup import set_up_compute
+from train.setup import set_up_compute, start_from_folder
 from train.tracking import PROBE_PREFIX, Tracker, build_trackers
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ def train(
         num_steps = config.num_steps if config.num_steps is not None else int(config.num_epochs * plan.steps_per_epoch)
         if num_steps < 1:
             raise ValueError(f"num_steps={config.num_steps} and num_epochs={config.num_epochs} give no training step")
-        check_intervals(config)
+        check_ranges(config)
         found = on_main(accelerator, lambda: find(config, options, num_steps))
         progress = found.progress if found else Progress(0, Schedule(0, num_steps))
         if found:
@@ -102,16 +103,21 @@ def train(
             if progress.is_finished and not (may_measure and lacks_probe(config, found.folder, progress)):
                 on_main(accelerator, lambda: settle(config, found))
                 return found.folder
+        if config.init is not None and not found:
+            start_from_folder(drafter, config.init)
         drafter.to(accelerator.device)
         set_up_compute(drafter, config, accelerator)
         shared = share(drafter, config.optim, accelerator, fsdp=fsdp)
-        log.info("train: %s, %d processes on %s", shared.name, accelerator.num_processes, accelerator.device.type)
+        where = accelerator.device.type
+        world = where if accelerator.num_processes == 1 else f"{accelerator.num_processes} processes on {where}"
+        log.info("train: %s, %s", shared.name, world)
         throughput = Throughput(config.peak_tflops, accelerator)
         run = Run(config, accelerator, shared, plan, progress.schedule, identity, options, probe, throughput)
         if found:
             load(run, found)
         on_main(accelerator, lambda: settle(config, found))  # after all that may refuse to go on
         if accelerator.is_main_process:
+            write_json(folder / "train_provenance.json", run_config)
             about = {**run_config, "launcher": shared.name, "num_processes": accelerator.num_processes}
             run.trackers = build_trackers(config.tracker, config.wandb, folder, about, first_step=progress.step)
         try:
@@ -159,24 +165,6 @@ def load(run: Run, found: Found) -> None:
         run.throughput.restore(window["throughput"])
 
 
-def check_intervals(config: TrainConfig) -> None:
-    """Raises ValueError unless intervals are positive and probes fall on checkpoints, of which they are taken."""
-    for name in ("log_every", "checkpoint_every", "keep_checkpoints"):
-        if (value := getattr(config, name)) < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
-    if config.peak_tflops is not None and config.peak_tflops <= 0:
-        raise ValueError(f"peak_tflops={config.peak_tflops} must be positive, or null")
-    if config.num_workers < 0:
-        raise ValueError(f"num_workers={config.num_workers} must be 0 (a thread reads ahead) or more")
-    if config.probe.temperature < 0:
-        raise ValueError(f"probe.temperature={config.probe.temperature} must be 0 (greedy) or more")
-    every = config.probe.every
-    if every is not None and (every < 1 or every % config.checkpoint_every):
-        raise ValueError(
-            f"probe.every={every} must be a multiple of checkpoint_every={config.checkpoint_every}, or null"
-        )
-
-
 def run_steps(run: Run, store: FeatureSource, first_step: int) -> int:
     """The loop; returns the number of steps done, the last of which has a checkpoint."""
     config, accelerator, num_steps = run.config, run.accelerator, run.schedule.num_steps
@@ -214,6 +202,7 @@ def agreed(stop: StopRequest, accelerator: Accelerator) -> bool:
 def checkpoint(run: Run, step: int) -> None:
     """Save, and measure where it is time for that; a collective call."""
     plan = run.plan
+    run.throughput.wait()
     folder = save_checkpoint(
         run.checkpoints,
         progress=Progress(step, run.schedule),

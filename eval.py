@@ -8,7 +8,8 @@ import hydra
 from omegaconf import DictConfig
 
 from data.run import prepare_target, read_stages, stage, start_processes, user_errors, write_provenance
-from eval.harness import EvalConfig, Harness
+from eval.config import EvalConfig
+from eval.harness import Harness
 from eval.report import render, write_summary
 from eval.subject import load_subject
 from models.config import register, to_dataclass

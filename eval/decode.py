@@ -1,17 +1,21 @@
 """The decoding loop: start, propose, verify, advance; batched over ragged requests, with or without a drafter."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from eval.schedule import Schedule
-from eval.verify import Rule, Verdict, verify
-from models.base import Proposal, Proposer
-from models.sampling import Purpose, Sampler, SamplingConfig
+from eval.schedule import Schedule, ScheduleName, Scheduler
+from eval.verify import Rule, verify
+from models.base import Proposal, Proposer, TreeProposer
+from models.sampling import Purpose, Sampler, SamplingConfig, SeenTokens
 from models.target import Target, pad_rows
+from models.trees import TreePolicy, ancestors, depths
 
 
 @dataclass(frozen=True)
@@ -24,29 +28,41 @@ class DecodeConfig:
     rule: Rule
     schedule: Schedule
     sampling: SamplingConfig
+    lossy_threshold: float = 1.0  # of rule=lossy_threshold
+    stop_strings: tuple[str, ...] = ()
+    tree: TreePolicy | None = None  # a tree instead of a chain, `num_draft_tokens` is its depth then
+
+    def __post_init__(self) -> None:
+        if self.tree is not None and (self.schedule.name is not ScheduleName.fixed or self.schedule.gate):
+            raise ValueError(f"a draft tree is verified whole: use schedule=fixed, got {self.schedule.name}")
+        if not 0 < self.lossy_threshold <= 1:
+            raise ValueError(f"lossy_threshold must be in (0, 1], got {self.lossy_threshold}")
 
 
 @dataclass(frozen=True)
 class Round:
-    """One verification of one request. A round ended by an accepted stop token has no bonus token."""
+    """One verification of one request. A round ended by an accepted stop token has no bonus token. Of a tree, what is
+    proposed is its depth."""
 
     proposed: int
     accepted: int
     bonus: bool
+    # of every drafted slot, sent to verification or not, before calibration
+    confidence: tuple[float, ...] = field(default=(), compare=False)
 
 
 @dataclass
 class Generation:
     """One finished request. The first token comes from the prompt's own forward and belongs to no round.
 
-    `tokens` is cut at the first stop token (kept) or at max_new_tokens; `rounds` keep the counts of the last round in
-    full, also where its tokens overshoot max_new_tokens, as the reference counts them.
+    `tokens` is cut at the first stop token, or the token that completes a stop string (kept), or at the limit; `rounds`
+    keep the counts of the last round in full, also where its tokens overshoot the limit, as the reference counts them.
     """
 
     request_id: int
     tokens: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
-    finish_reason: str = ""
+    finish_reason: str = ""  # stop, or length: max_new_tokens or the target's context
 
 
 @dataclass(frozen=True)
@@ -76,151 +92,251 @@ def decode(
     *,
     request_ids: Sequence[int] | None = None,
     on_finish: Callable[[Generation], object] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> DecodeResult:
-    """Decode token-id prompts, batched by length. A request's draws depend on its id, not on its neighbours."""
+    """Decode token-id prompts, at most `batch_size` at a time: where one finishes, the next begins. A request's draws
+    depend on its id, not on its neighbours. Stop strings are looked for in what `tokenizer` makes of the output."""
     check_requests(target, prompts, config)
+    ends = Ends(target.spec.eos_token_ids, config.stop_strings, tokenizer)
     ids = list(range(len(prompts))) if request_ids is None else list(request_ids)
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    waiting = deque(sorted(range(len(prompts)), key=lambda i: len(prompts[i])))
     done: dict[int, Generation] = {}
-    clock = {"draft": 0.0, "verify": 0.0}
+    run = _Run(target, drafter if config.num_draft_tokens > 0 else None, config, ends)
     began = time.perf_counter()
+
+    def admit(count: int, room: int) -> _Batch:
+        chosen = [waiting.popleft() for _ in range(min(count, len(waiting)))]
+        return _Batch(run, chosen, [prompts[i] for i in chosen], [ids[i] for i in chosen], room)
+
     with torch.inference_mode():
-        for start in range(0, len(order), config.batch_size):
-            members = order[start : start + config.batch_size]
-            batch = _Batch(target, drafter, [prompts[i] for i in members], [ids[i] for i in members], config, clock)
-            while batch.running:
-                batch.step()
-            for index, generation in zip(members, batch.generations, strict=True):
+        longest = max((len(prompt) for prompt in prompts), default=0)
+        room = min(longest + config.max_new_tokens, target.spec.max_position_embeddings)
+        batch = admit(config.batch_size, room + run.most_fed + 1) if prompts else None
+        while batch is not None:
+            for index, generation in batch.take_finished():
                 done[index] = generation
                 if on_finish is not None:
                     on_finish(generation)
+            if free := batch.free_rows:
+                if waiting:
+                    fresh = admit(len(free), 0)
+                    batch.put(free[: len(fresh.rows)], fresh)
+                    continue  # the first token may have been the last
+                if not batch.keep_running():
+                    break
+            batch.step()
     seconds = time.perf_counter() - began
-    return DecodeResult([done[i] for i in range(len(prompts))], seconds, clock["draft"], clock["verify"])
+    return DecodeResult([done[i] for i in range(len(prompts))], seconds, run.draft_seconds, run.verify_seconds)
 
 
 def check_requests(target: Target, prompts: Sequence[list[int]], config: DecodeConfig) -> None:
-    """Raises ValueError on a prompt that is empty or leaves no room in the target's context."""
+    """Raises ValueError on a prompt that is empty or leaves no room for a token in the target's context."""
     limit = target.spec.max_position_embeddings
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"prompt {index} has no tokens")
-        if len(prompt) + config.max_new_tokens + config.num_draft_tokens > limit:
-            raise ValueError(
-                f"prompt {index} of {len(prompt)} tokens + max_new_tokens={config.max_new_tokens} + "
-                f"num_draft_tokens={config.num_draft_tokens} exceed the target's context of {limit}"
-            )
+        if len(prompt) >= limit:
+            raise ValueError(f"prompt {index} of {len(prompt)} tokens fills the target's context of {limit}")
     if config.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {config.max_new_tokens}")
 
 
-class _Batch:
-    """Requests that run together; finished rows are compacted away."""
+class Ends:
+    """Where an output ends before its limit."""
 
     def __init__(
-        self,
-        target: Target,
-        drafter: Proposer | None,
-        prompts: list[list[int]],
-        request_ids: list[int],
-        config: DecodeConfig,
-        clock: dict[str, float],
+        self, token_ids: Sequence[int], strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | None
     ) -> None:
-        self.target, self.config, self.clock = target, config, clock
-        self.drafter = drafter if config.num_draft_tokens > 0 else None
-        self.generations = [Generation(request_id) for request_id in request_ids]
-        self.running = list(range(len(prompts)))  # index into generations of each row
-        device = target.device
-        self.sampler = Sampler(config.sampling, torch.tensor(request_ids, device=device))
-        self.stops = torch.tensor(target.spec.eos_token_ids, device=device)
+        self.token_ids, self.strings = frozenset(token_ids), tuple(strings)
+        if strings and (tokenizer is None or not all(strings)):
+            raise ValueError(f"stop strings {list(strings)} must have text, and need the target's tokenizer")
+        self._text = partial(tokenizer.decode, clean_up_tokenization_spaces=False) if tokenizer is not None else None
+
+    def find(self, tokens: list[int], new: list[int]) -> int | None:
+        """Index in `new`, which follow the output `tokens`, of the first stop token or the first that completes a stop
+        string."""
+        end = next((i for i, token in enumerate(new) if token in self.token_ids), None)
+        if not self.strings or self._text is None:
+            return end
+        last = len(new) if end is None else end
+        if self._holds([*tokens, *new[:last]]):
+            return next(i for i in range(last) if self._holds([*tokens, *new[: i + 1]]))
+        return end
+
+    def _holds(self, tokens: list[int]) -> bool:
+        assert self._text is not None
+        text = self._text(tokens)
+        return any(string in text for string in self.strings)
+
+
+class _Run:
+    """What all batches of one call of `decode` share."""
+
+    def __init__(self, target: Target, drafter: Proposer | None, config: DecodeConfig, ends: Ends) -> None:
+        self.target, self.drafter, self.config, self.ends = target, drafter, config, ends
+        self.scheduler = Scheduler(config.schedule)
+        self.with_features = drafter is not None and drafter.needs_features
+        self.draft_seconds = self.verify_seconds = 0.0
+        if config.tree is not None and not isinstance(drafter, TreeProposer):
+            raise ValueError(f"a draft tree needs a drafter that grows one (EAGLE-3), got {type(drafter).__name__}")
+
+    @property
+    def most_fed(self) -> int:
+        """Tokens of one request in one forward at most."""
+        tree = self.config.tree
+        return 1 + (self.config.num_draft_tokens if tree is None else tree.num_nodes)
+
+
+class _Batch:
+    """Requests that run together. A finished one leaves its row to another, or the rows close up."""
+
+    def __init__(
+        self, run: _Run, indices: list[int], prompts: list[list[int]], request_ids: list[int], room: int
+    ) -> None:
+        """`room`: slots of every row at least; one that is only put into another batch needs none."""
+        self.run, self.config = run, run.config
+        self.rows: list[Generation | None] = [Generation(request_id) for request_id in request_ids]
+        self.indices = indices
+        target, device = run.target, run.target.device
+        limit = target.spec.max_position_embeddings
+        self.limits = [min(self.config.max_new_tokens, limit - len(prompt)) for prompt in prompts]
         tokens, counts = pad_rows(prompts, device)
-        # + 1 slot for the newest token and one block of drafts that may overshoot the limit
-        capacity = tokens.shape[1] + config.max_new_tokens + 2 * config.num_draft_tokens + 2
+        seen = None
+        if self.config.sampling.has_penalties:
+            seen = SeenTokens.of_prompts(tokens, counts, target.spec.vocab_size)
+        self.sampler = Sampler(self.config.sampling, torch.tensor(request_ids, device=device), seen)
+        capacity = max(room, tokens.shape[1])
         self.cache = target.new_cache(len(prompts), capacity)
-        with_features = self.drafter is not None and self.drafter.needs_features
-        output = target.forward(tokens, self.cache, with_features=with_features)
+        output = target.forward(tokens, self.cache, with_features=run.with_features)
         self.cache.advance(counts)
-        rows = torch.arange(len(prompts), device=device)
-        probs = self.sampler.probs(target.logits(output.hidden[rows, counts - 1]))
+        places = torch.arange(len(prompts), device=device)
+        probs = self.sampler.probs(target.logits(output.hidden[places, counts - 1]))
         self.last = self.sampler.draw(probs, counts, Purpose.target)
-        if self.drafter is not None:
-            self.state = self.drafter.start(tokens, output.features, counts, capacity)
+        self.state = None if run.drafter is None else run.drafter.start(tokens, output.features, counts, capacity)
         self._commit(self.last[:, None], torch.ones_like(self.last))
 
+    @property
+    def free_rows(self) -> list[int]:
+        return [row for row, generation in enumerate(self.rows) if generation is None]
+
+    def take_finished(self) -> list[tuple[int, Generation]]:
+        """(index of the prompt, generation) of rows that finished; they are free from now on."""
+        found = []
+        for row, generation in enumerate(self.rows):
+            if generation is not None and generation.finish_reason:
+                found.append((self.indices[row], generation))
+                self.rows[row] = None
+                self.run.scheduler.forget(generation.request_id)
+        return found
+
+    def put(self, rows: list[int], fresh: "_Batch") -> None:
+        """Give free rows to requests that have just started."""
+        places = torch.tensor(rows, device=self.last.device)
+        for row, generation, index, limit in zip(rows, fresh.rows, fresh.indices, fresh.limits, strict=True):
+            self.rows[row], self.indices[row], self.limits[row] = generation, index, limit
+        self.cache.put(places, fresh.cache)
+        self.last = self.last.index_copy(0, places, fresh.last)
+        self.sampler = self.sampler.put(places, fresh.sampler)
+        if self.state is not None:
+            self.state.put(places, fresh.state)
+
+    def keep_running(self) -> bool:
+        """Drop free rows; whether any is left."""
+        kept = [row for row, generation in enumerate(self.rows) if generation is not None]
+        self.rows, self.indices = [self.rows[row] for row in kept], [self.indices[row] for row in kept]
+        self.limits = [self.limits[row] for row in kept]
+        if kept:
+            places = torch.tensor(kept, device=self.last.device)
+            self.last, self.sampler = self.last[places], self.sampler.select(places)
+            self.cache.select(places)
+            if self.state is not None:
+                self.state.select(places)
+        return bool(kept)
+
     def step(self) -> None:
-        """One round of every running request."""
+        """One round of every request."""
+        run, target = self.run, self.run.target
         began = time.perf_counter()
         proposal = self._propose()
         drafted = time.perf_counter()
-        num_drafts = int(proposal.lengths.max())
-        fed = torch.cat((self.last[:, None], proposal.tokens[:, :num_drafts]), dim=1)
-        with_features = self.drafter is not None and self.drafter.needs_features
-        output = self.target.forward(fed, self.cache, with_features=with_features)
-        target_probs = self.sampler.probs(self.target.logits(output.hidden))
-        shown = shorten(proposal, num_drafts)
-        positions = self.cache.lengths + 1
-        verdict = verify(self.config.rule, shown, target_probs, positions, self.sampler)
-        self.clock["verify"] += time.perf_counter() - drafted
-        kept = torch.cat((shown.tokens, verdict.next_token[:, None]), dim=1)
-        kept.scatter_(1, verdict.num_accepted[:, None], verdict.next_token[:, None])
-        self._record_rounds(shown, verdict)
+        width = int(proposal.lengths.max())
+        shown = shorten(proposal, width)
+        fed = torch.cat((self.last[:, None], shown.tokens), dim=1)
+        output = target.forward(fed, self.cache, with_features=run.with_features, parents=shown.parents)
+        behind = None
+        if shown.parents is not None:
+            reach = ancestors(shown.parents)
+            behind = torch.cat((torch.zeros_like(reach[:, :1]), reach), dim=1)
+        target_probs = self.sampler.probs(target.logits(output.hidden), shown.tokens, behind=behind)
+        threshold, positions = self.config.lossy_threshold, self.cache.lengths + 1
+        verdict = verify(self.config.rule, shown, target_probs, positions, self.sampler, threshold=threshold)
+        run.verify_seconds += time.perf_counter() - drafted
+        counts, features = verdict.num_accepted + 1, output.features
         began_advance = time.perf_counter()
-        counts = verdict.num_accepted + 1
-        self.cache.advance(counts)
-        if self.drafter is not None:
-            self.drafter.advance(self.state, fed, output.features, counts)
+        if verdict.path is None:
+            self.cache.advance(counts)
+            accepted = shown.tokens
+        else:  # the accepted nodes of each row, as if they were its chain
+            accepted = shown.tokens.gather(1, verdict.path)
+            path = torch.cat((torch.zeros_like(counts)[:, None], verdict.path + 1), dim=1)
+            self.cache.keep_path(path, counts)
+            fed = fed.gather(1, path)
+            features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
+        if run.drafter is not None:
+            run.drafter.advance(self.state, fed, features, counts)
+        run.draft_seconds += drafted - began + time.perf_counter() - began_advance
+        kept = torch.cat((accepted, verdict.next_token[:, None]), dim=1)
+        kept.scatter_(1, verdict.num_accepted[:, None], verdict.next_token[:, None])
         self.last = verdict.next_token
-        self._commit(kept, counts)
-        self.clock["draft"] += drafted - began + time.perf_counter() - began_advance
+        self._commit(kept, counts, proposal)
 
     def _propose(self) -> Proposal:
-        if self.drafter is None:
-            nothing = torch.zeros(len(self.running), 0, dtype=torch.int64, device=self.last.device)
-            probs = torch.zeros(*nothing.shape, 1, device=self.last.device)
-            return Proposal(nothing, probs, torch.zeros_like(self.last))
-        proposal = self.drafter.propose(self.state, self.last, self.sampler, self.config.num_draft_tokens)
-        proposal.lengths = self.config.schedule.lengths(proposal)
+        run, ids = self.run, [generation.request_id for generation in self.rows if generation is not None]
+        if run.drafter is None or not run.scheduler.drafts(ids, self.config.num_draft_tokens):
+            nothing = self.last[:, None][:, :0]
+            return Proposal(nothing, torch.zeros(*nothing.shape, 1, device=nothing.device), torch.zeros_like(self.last))
+        # a draft that would stand at the end of the context could not be followed by anything
+        room = run.target.spec.max_position_embeddings - 1 - self.cache.lengths
+        if self.config.tree is not None:
+            assert isinstance(run.drafter, TreeProposer)
+            proposal = run.drafter.propose_tree(self.state, self.last, self.config.tree)
+            assert proposal.parents is not None
+            is_inside = depths(proposal.parents) <= room[:, None]
+            proposal.lengths = torch.minimum(proposal.lengths, is_inside.long().cumprod(1).sum(1))
+            return proposal
+        proposal = run.drafter.propose(self.state, self.last, self.sampler, self.config.num_draft_tokens)
+        proposal.lengths = torch.minimum(run.scheduler.lengths(proposal, ids), room)
         return proposal
 
-    def _record_rounds(self, proposal: Proposal, verdict: Verdict) -> None:
-        """Count the round; where a stop token was accepted, what follows it was neither proposed nor accepted."""
-        slots = torch.arange(proposal.tokens.shape[1], device=self.stops.device)
-        is_stop = torch.isin(proposal.tokens, self.stops) & (slots < verdict.num_accepted[:, None])
-        has_stop = is_stop.any(1)
-        until_stop = is_stop.long().argmax(1) + 1 if proposal.tokens.shape[1] else verdict.num_accepted
-        proposed = torch.where(has_stop, until_stop, proposal.lengths).tolist()
-        accepted = torch.where(has_stop, until_stop, verdict.num_accepted).tolist()
-        for row, stopped in enumerate(has_stop.tolist()):
-            round_ = Round(proposed[row], accepted[row], bonus=not stopped)
-            self.generations[self.running[row]].rounds.append(round_)
-
-    def _commit(self, tokens: Tensor, counts: Tensor) -> None:
-        """Append each row's new tokens, finish rows at stop tokens and limits, and drop the finished ones."""
-        stops = set(self.target.spec.eos_token_ids)
-        rows = []
+    def _commit(self, tokens: Tensor, counts: Tensor, proposal: Proposal | None = None) -> None:
+        """Append each row's new tokens, of a round's `proposal`, and finish rows at their ends and limits."""
+        if self.sampler.seen is not None:
+            self.sampler.seen.add(tokens, counts)
+        confidences = None
+        if proposal is not None:
+            proposed = proposal.lengths
+            if proposal.parents is not None:
+                nodes = torch.arange(proposal.parents.shape[1], device=proposed.device)
+                proposed = depths(proposal.parents).masked_fill(nodes >= proposed[:, None], 0).amax(1)
+            proposed = proposed.tolist()
+            confidences = None if proposal.confidence is None else proposal.confidence.tolist()
         for row, (new, count) in enumerate(zip(tokens.tolist(), counts.tolist(), strict=True)):
-            generation = self.generations[self.running[row]]
-            room = self.config.max_new_tokens - len(generation.tokens)
-            new = new[: min(count, room)]
-            end = next((i for i, token in enumerate(new) if token in stops), None)
-            generation.tokens.extend(new if end is None else new[: end + 1])
-            if end is not None:
+            generation = self.rows[row]
+            assert generation is not None
+            new, accepted = new[:count], count - 1
+            end = self.run.ends.find(generation.tokens, new)
+            if proposal is not None:
+                sure = () if confidences is None else tuple(confidences[row])
+                stopped = end is not None and end < accepted  # what follows was neither proposed nor accepted
+                counted = (end + 1, end + 1) if stopped else (proposed[row], accepted)  # type: ignore[operator]
+                generation.rounds.append(Round(*counted, bonus=not stopped, confidence=sure))
+            room = self.limits[row] - len(generation.tokens)
+            is_end = end is not None and end < room
+            generation.tokens.extend(new[: end + 1] if is_end else new[:room])  # type: ignore[operator]
+            if is_end:
                 generation.finish_reason = "stop"
-            elif len(generation.tokens) >= self.config.max_new_tokens:
+            elif len(generation.tokens) >= self.limits[row]:
                 generation.finish_reason = "length"
-            else:
-                rows.append(row)
-        if len(rows) < len(self.running):
-            self._select(rows)
-
-    def _select(self, rows: list[int]) -> None:
-        index = torch.tensor(rows, dtype=torch.int64, device=self.last.device)
-        self.running = [self.running[row] for row in rows]
-        if not rows:
-            return
-        self.last, self.sampler = self.last[index], self.sampler.select(index)
-        self.cache.select(index)
-        if self.drafter is not None:
-            self.state.select(index)
 
 
 def shorten(proposal: Proposal, num_drafts: int) -> Proposal:
@@ -232,4 +348,5 @@ def shorten(proposal: Proposal, num_drafts: int) -> Proposal:
         lengths=proposal.lengths,
         candidate_ids=None if candidates is None else candidates[:, :num_drafts],
         confidence=None if proposal.confidence is None else proposal.confidence[:, :num_drafts],
+        parents=None if proposal.parents is None else proposal.parents[:, :num_drafts],
     )

@@ -13,49 +13,28 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from data.codecs import find_codec, round_trip
-from data.generate import BuiltinPrompts
+from data.generate import load_prompts
 from data.prompts import Prompt
 from eval.autotune import LengthChoice, choose_num_draft_tokens
+from eval.calibrate import CALIBRATION, assess, fit_temperatures, recorded
+from eval.config import EvalConfig, parse_length, parse_temperatures
+from eval.costs import LOADS, CostTable, measure_costs
 from eval.decode import DecodeConfig, Generation, decode
 from eval.identity import identity_of
 from eval.report import build_report
 from eval.schedule import Schedule, ScheduleName
+from eval.simulate import compare
 from eval.stats import Pass
 from eval.subject import VANILLA, Subject, ngram
 from eval.tasks import load_tasks, render_prompts
 from eval.verify import Rule
+from models.base import TreeProposer
 from models.files import read_json, sha256_text, write_json
 from models.sampling import SamplingConfig
 from models.target import Target, TargetConfig
+from models.trees import TreePolicy
 
-
-@dataclass
-class EvalConfig:
-    """Options of eval.py; conf/eval.yaml lists every value with a remark."""
-
-    name: str
-    output_dir: str
-    target: Any
-    draft: str
-    compare: list[str]
-    tasks: list[str]
-    prompts_dir: str | None
-    num_prompts: int | None
-    builtin: BuiltinPrompts
-    extra_tasks: list[str]
-    num_extra_prompts: int | None
-    extra_max_new_tokens: int
-    temperature: Any
-    seed: int
-    max_new_tokens: int
-    batch_size: int
-    num_draft_tokens: Any
-    rule: Rule
-    schedule: ScheduleName
-    confidence_threshold: float
-    baselines: list[str]
-    check_transformers: int
-    feature_dtype: str | None
+FIXED = Schedule(ScheduleName.fixed, 0.0)
 
 
 @dataclass(frozen=True)
@@ -67,7 +46,7 @@ class PassPlan:
     num_draft_tokens: int
     schedule: Schedule
     rule: Rule
-    task_set: str  # main or extra
+    task_set: str  # main, extra or calibration
 
 
 class Harness:
@@ -83,15 +62,26 @@ class Harness:
             "main": self._load(config.tasks, config.num_prompts),
             "extra": self._load(config.extra_tasks, config.num_extra_prompts),
         }
+        self.prompts["calibration"] = self._calibration_prompts()
 
     def run(self, subject: Subject, compared: Sequence[Subject] = ()) -> dict[str, Any]:
         """All passes of `subject`, its baselines and the drafters it is compared with, on the same prompts; returns the
         report and writes eval/report.json."""
+        if self.config.tree.num_nodes is not None and not isinstance(subject.drafter, TreeProposer):
+            raise ValueError(
+                f"tree.num_nodes={self.config.tree.num_nodes}: only EAGLE-3 drafts trees, draft={self.config.draft} is "
+                f"{subject.name}; use tree.num_nodes=null"
+            )
         length = parse_length(self.config.num_draft_tokens, subject)
         choice = self._choose_length(subject) if length == "auto" else None
+        if self.config.calibrate.enabled:
+            subject = self._calibrated(subject)
         plans = [*self._plans(subject, length, choice), *self._compared_plans(compared)]
         passes = [self._pass(plan) for plan in plans]
         report = build_report(passes, self._identities(passes), choice)
+        report["calibration"] = self._calibration_report(subject, passes)
+        if self.config.simulate.enabled:
+            report["simulation"] = self._simulation_report(subject, passes)
         report["transformers_generate"] = self._against_transformers(passes)
         report["peak_rss_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         write_json(self.folder / "report.json", report)
@@ -99,16 +89,15 @@ class Harness:
 
     def _plans(self, subject: Subject, length: int | str, choice: LengthChoice | None) -> Iterator[PassPlan]:
         """Baselines at the first temperature; the drafter at each, with `auto` at its own length and the chosen one."""
-        config, schedule = self.config, self._schedule
-        fixed = Schedule(ScheduleName.fixed, 0)
+        config, schedule = self.config, self._schedule_of(subject)
         own = subject.drafter.num_draft_tokens if subject.drafter is not None else 0
         full = own if choice is not None or length == 0 else length
         assert isinstance(full, int)
         for index, temperature in enumerate(parse_temperatures(config.temperature)):
             if index == 0:
-                yield PassPlan(VANILLA, temperature, 0, fixed, Rule.ratio, "main")
+                yield PassPlan(VANILLA, temperature, 0, FIXED, Rule.ratio, "main")
                 if "ngram" in config.baselines and subject.name not in ("vanilla", "ngram"):
-                    yield PassPlan(ngram(full), temperature, full, fixed, config.rule, "main")
+                    yield PassPlan(ngram(full), temperature, full, FIXED, config.rule, "main")
             if subject.drafter is None:
                 continue
             yield PassPlan(subject, temperature, full, schedule, config.rule, "main")
@@ -125,11 +114,92 @@ class Harness:
                 length = parse_length(None, subject)
             assert isinstance(length, int)
             for temperature in parse_temperatures(self.config.temperature):
-                yield PassPlan(subject, temperature, length, self._schedule, self.config.rule, "main")
+                yield PassPlan(subject, temperature, length, self._schedule_of(subject), self.config.rule, "main")
 
-    @property
-    def _schedule(self) -> Schedule:
-        return Schedule(self.config.schedule, self.config.confidence_threshold)
+    def _schedule_of(self, subject: Subject) -> Schedule:
+        asked = self.config
+        if subject.drafter is None or (asked.schedule is ScheduleName.fixed and not asked.gate):
+            return FIXED
+        needs_costs = asked.gate or asked.schedule is not ScheduleName.confidence
+        costs = (
+            self._costs(subject, [load for load in LOADS if load < asked.batch_size] + [asked.batch_size])
+            if needs_costs
+            else None
+        )
+        return Schedule(asked.schedule, asked.confidence_threshold, costs, subject.temperatures, asked.gate)
+
+    def _costs(self, subject: Subject, loads: Sequence[int]) -> CostTable:
+        """Measured once per drafter and loads, and kept."""
+        assert subject.drafter is not None
+        path = self.folder / f"costs_{'_'.join(map(str, loads))}_{subject.fingerprint[:12]}.json"
+        if not path.is_file():
+            sample = self._render(self.prompts["main"][: max(loads)])
+            write_json(path, asdict(measure_costs(self._target_of(subject), subject.drafter, sample, loads)))
+        return CostTable(**read_json(path))
+
+    def _calibrated(self, subject: Subject) -> Subject:
+        """With temperatures fitted on prompts that are not measured, and kept beside its weights."""
+        asked = self.config.calibrate
+        if subject.folder is None or subject.drafter is None:
+            raise ValueError(f"calibrate.enabled=true needs a trained drafter, got draft={self.config.draft}")
+        fitted = fit_temperatures(recorded(self._pass(self._calibration_plan(subject)).generations))
+        about = {"temperature": asked.temperature, "num_prompts": len(self.prompts["calibration"])}
+        write_json(subject.folder / CALIBRATION, {"temperatures": fitted, "fitted_at": about})
+        return replace(subject, temperatures=tuple(fitted))
+
+    def _calibration_plan(self, subject: Subject) -> PassPlan:
+        assert subject.drafter is not None
+        temperature, length = self.config.calibrate.temperature, subject.drafter.num_draft_tokens
+        return PassPlan(subject, temperature, length, FIXED, Rule.ratio, "calibration")
+
+    def _calibration_prompts(self) -> list[Prompt]:
+        """Raises ValueError where one of them is measured, too."""
+        asked = self.config.calibrate
+        if not asked.enabled:
+            return []
+        found = load_prompts(asked.prompts, self.config.builtin, "train")[: asked.num_prompts]
+        measured = {tuple(ids) for ids in self._render(self.prompts["main"])}
+        if shared := sum(tuple(ids) in measured for ids in self._render(found)):
+            raise ValueError(
+                f"calibrate.prompts={asked.prompts}: {shared} of {len(found)} are among the measured prompts (tasks=), "
+                "on which calibration would then look better than it is"
+            )
+        return found
+
+    def _calibration_report(self, subject: Subject, passes: Sequence[Pass]) -> dict[str, Any] | None:
+        """Of the drafter's measured rounds, as its confidences are and with its temperatures."""
+        own = [p for p in passes if p.about["drafter"] == subject.name and p.about["schedule"] == "fixed"]
+        sampled = [p for p in own if p.about["temperature"] == self.config.calibrate.temperature]
+        measured = next(
+            (p for p in [*sampled, *own] if any(r.confidence for g in p.generations for r in g.rounds)), None
+        )
+        if measured is None:
+            return None
+        rounds = recorded(measured.generations)
+        return {
+            "temperature": measured.about["temperature"],
+            "rounds": len(rounds.confidence),
+            "temperatures": subject.temperatures,
+            "before": assess(rounds).to_dict(),
+            "after": None if subject.temperatures is None else assess(rounds, subject.temperatures).to_dict(),
+        }
+
+    def _simulation_report(self, subject: Subject, passes: Sequence[Pass]) -> dict[str, Any]:
+        asked = self.config.simulate
+        measured = next((p for p in passes if p.about["drafter"] == subject.name), None)
+        if measured is None or measured.about["schedule"] != "fixed" or measured.about["tree"] is not None:
+            raise ValueError("simulate.enabled=true needs a drafter with a confidence head, schedule=fixed and no tree")
+        costs = self._costs(subject, asked.loads)
+        found = compare(
+            measured.generations,
+            costs,
+            asked.loads,
+            temperatures=subject.temperatures,
+            threshold=self.config.confidence_threshold,
+            num_rounds=asked.num_rounds,
+        )
+        rows = {name: [vars(load) for load in loads] for name, loads in found.items()}
+        return {"temperature": measured.about["temperature"], "costs": asdict(costs), "schedules": rows}
 
     def _load(self, names: Sequence[str], num_prompts: int | None) -> list[Prompt]:
         if not names:
@@ -155,34 +225,52 @@ class Harness:
             return LengthChoice(**read_json(path))
         sample = self._render(self.prompts["main"][: self.config.batch_size])
         target = self._target_of(subject)
-        choice = choose_num_draft_tokens(target, subject.drafter, sample, self._decode_config(0.0, 0))
+        plan = PassPlan(subject, 0.0, 0, FIXED, Rule.ratio, "main")
+        choice = choose_num_draft_tokens(target, subject.drafter, sample, self._decode_config(plan))
         write_json(path, asdict(choice))
         return choice
 
-    def _decode_config(
-        self, temperature: float, num_draft_tokens: int, schedule: Schedule | None = None, rule: Rule = Rule.ratio
-    ) -> DecodeConfig:
+    def _decode_config(self, plan: PassPlan) -> DecodeConfig:
+        asked, tree = self.config, None
+        if (
+            asked.tree.num_nodes is not None
+            and isinstance(plan.subject.drafter, TreeProposer)
+            and plan.num_draft_tokens
+        ):
+            tree = TreePolicy(asked.tree.top_k, plan.num_draft_tokens, asked.tree.num_nodes)
+        limits = {"extra": asked.extra_max_new_tokens, "calibration": asked.calibrate.max_new_tokens}
         return DecodeConfig(
-            max_new_tokens=self.config.max_new_tokens,
-            batch_size=self.config.batch_size,
-            num_draft_tokens=num_draft_tokens,
-            rule=rule,
-            schedule=schedule or Schedule(ScheduleName.fixed, 0),
-            sampling=SamplingConfig(temperature, 0, 1.0, 0.0, self.config.seed),
+            max_new_tokens=limits.get(plan.task_set, asked.max_new_tokens),
+            batch_size=asked.batch_size,
+            num_draft_tokens=plan.num_draft_tokens,
+            rule=plan.rule,
+            schedule=plan.schedule,
+            sampling=SamplingConfig(
+                plan.temperature,
+                asked.top_k,
+                asked.top_p,
+                asked.min_p,
+                asked.seed,
+                asked.repetition_penalty,
+                asked.presence_penalty,
+            ),
+            lossy_threshold=asked.lossy_threshold,
+            stop_strings=tuple(asked.stop_strings),
+            tree=tree,
         )
 
     def _pass(self, plan: PassPlan) -> Pass:
         prompts = self.prompts[plan.task_set]
         rendered = self._render(prompts)
-        config = self._decode_config(plan.temperature, plan.num_draft_tokens, plan.schedule, plan.rule)
-        if plan.task_set == "extra":
-            config = replace(config, max_new_tokens=self.config.extra_max_new_tokens)
+        config = self._decode_config(plan)
         about = {
             "target": self.target_config.name,
             "drafter": plan.subject.name,
             "temperature": plan.temperature,
             "rule": str(plan.rule) if plan.temperature > 0 else "greedy",
-            "schedule": str(plan.schedule.name),
+            "lossless": plan.rule.is_lossless or plan.temperature == 0,
+            "schedule": str(plan.schedule.name) + (", gate" if plan.schedule.gate else ""),
+            "tree": None if config.tree is None else vars(config.tree),
             "num_draft_tokens": plan.num_draft_tokens,
             "slot_layout": plan.subject.slot_layout,
             "dtype": self.target_config.dtype,
@@ -200,7 +288,12 @@ class Harness:
         target = self._target_of(plan.subject)
         with tqdm(total=len(prompts), desc=label, unit="prompt") as progress:
             result = decode(
-                target, plan.subject.drafter, rendered, config, on_finish=lambda _generation: progress.update()
+                target,
+                plan.subject.drafter,
+                rendered,
+                config,
+                on_finish=lambda _generation: progress.update(),
+                tokenizer=self.tokenizer,
             )
         finished = Pass(
             about=about,
@@ -254,24 +347,3 @@ class Harness:
         options = {"do_sample": False, "max_new_tokens": self.config.max_new_tokens}
         output = model.generate(ids, attention_mask=torch.ones_like(ids), **options)  # type: ignore[operator]
         return output[0, len(prompt) :].tolist()
-
-
-def parse_temperatures(value: Any) -> list[float]:
-    """A number or a list of them. Raises ValueError on anything else."""
-    values = value if isinstance(value, list) else [value]
-    for number in values:
-        if isinstance(number, bool) or not isinstance(number, int | float) or number < 0:
-            raise ValueError(f"temperature must be a number >= 0 or a list of them, got {value}")
-    return [float(number) for number in values]
-
-
-def parse_length(value: Any, subject: Subject) -> int | str:
-    """`auto`, null (the drafter's own) or 1 .. the drafter's own. Raises ValueError on anything else."""
-    if subject.drafter is None:
-        return 0
-    own = subject.drafter.num_draft_tokens
-    if value is None:
-        return own
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= own):
-        return value
-    raise ValueError(f"num_draft_tokens must be auto, null or 1..{own} for this drafter, got {value}")

@@ -11,8 +11,10 @@ from models.files import read_json, write_json, write_text
 
 NOTE = (
     "Acceptance lengths count accepted draft tokens plus the bonus token of every verification, pooled over all "
-    "rounds; `per request` is the mean of each request's own ratio. Verification is lossless throughout: greedy rows "
-    "match exactly, sampled rows use the exact ratio test."
+    "rounds; `per request` is the mean of each request's own ratio."
+)
+LOSSLESS = (
+    " Verification is lossless throughout: greedy rows match exactly, sampled rows keep the target's distribution."
 )
 
 
@@ -46,7 +48,6 @@ def row_of(measured: Pass, identity: Mapping[str, Any] | None) -> dict[str, Any]
     return {
         **measured.about,
         "bonus_counted": True,
-        "lossless": True,
         "num_prompts": len(measured.generations),
         "num_tokens": sum(len(g.tokens) for g in measured.generations),
         **acceptance_stats(measured.generations).to_dict(),
@@ -90,15 +91,23 @@ def render(report: Mapping[str, Any]) -> str:
         about = f"{extra[0]['num_prompts']} prompts, at most {extra[0]['max_new_tokens']} new tokens"
         lines += [f"Benchmark prompts, another distribution than the training prompts ({about}):", ""]
         lines += [*_table(extra), ""]
-    lines += [NOTE, ""]
+    lossy = [row for row in report["rows"] if not row["lossless"]]
+    lines += [NOTE + (LOSSLESS if not lossy else lossy_note(lossy)), ""]
     lines += [line for row in main if (line := speed_remark(row))]
     lines += _length_lines(report.get("length_choice"))
+    lines += _calibration_lines(report.get("calibration"))
+    lines += _simulation_lines(report.get("simulation"))
     if check := report.get("transformers_generate"):
         equal = "equal" if check["outputs_identical_to_vanilla"] else "NOT EQUAL"
         lines.append(f"{check['num_prompts']} greedy outputs against transformers' own generate: {equal}.")
     if report.get("seconds"):
         lines.append("seconds: " + ", ".join(f"{name} {value:.0f}" for name, value in report["seconds"].items()))
     return "\n".join(lines).rstrip() + "\n"
+
+
+def lossy_note(rows: Sequence[Mapping[str, Any]]) -> str:
+    names = ", ".join(f"{row['drafter']} T={row['temperature']:g} ({row['rule']})" for row in rows)
+    return f" LOSSY: {names}: outputs are NOT distributed as the target's own. All other rows are lossless."
 
 
 def speed_remark(row: Mapping[str, Any]) -> str | None:
@@ -130,6 +139,49 @@ def _length_lines(choice: Mapping[str, Any] | None) -> list[str]:
     meaning = f"{chosen} draft tokens" if chosen else "no drafting at all: no length pays at this batch size"
     how = f"draft + verify per round, greedy, batch {choice['batch_size']}"
     return [f"num_draft_tokens=auto chose {meaning} ({how}: {costs})."]
+
+
+def _calibration_lines(found: Mapping[str, Any] | None) -> list[str]:
+    if not found:
+        return []
+    before, after = found["before"], found["after"]
+    state = "not calibrated: eval.py calibrate.enabled=true" if after is None else "before and after calibration"
+    head = ["draft", "rounds", "temperature", "survived", "predicted", "ECE", "AUC", "Brier"]
+    lines = [head, ["---"] * len(head)]
+    for slot, rounds in enumerate(before["rounds"]):
+        pairs = [
+            " to ".join(_number(part[key][slot], digits) for part in (before, after) if part is not None)
+            for key, digits in (("mean_predicted", 3), ("ece", 4), ("auc", 3), ("brier", 3))
+        ]
+        temperature = _number(None if after is None else found["temperatures"][slot])
+        lines.append([str(slot + 1), str(rounds), temperature, _number(before["mean_survived"][slot], 3), *pairs])
+    return [
+        "",
+        f"Confidence that a block survives its k-th draft, over {found['rounds']} measured rounds at temperature "
+        f"{found['temperature']:g} ({state}; calibration error over 20 bins, pooled):",
+        "",
+        *_aligned(lines),
+        "",
+    ]
+
+
+def _simulation_lines(found: Mapping[str, Any] | None) -> list[str]:
+    if not found:
+        return []
+    schedules = found["schedules"]
+    loads = [row["num_requests"] for row in next(iter(schedules.values()))]
+    head = ["schedule", *(f"{load} requests" for load in loads)]
+    lines = [head, ["---"] * len(head)]
+    for name, rows in schedules.items():
+        lines.append([name, *(f"{row['tokens_per_second']:.1f} ({row['drafts_per_request']:.2f})" for row in rows)])
+    return [
+        "",
+        "Simulated tokens a second (drafts verified, a request and round) by schedule and load, from costs measured "
+        f"here and this run's rounds at temperature {found['temperature']:g}:",
+        "",
+        *_aligned(lines),
+        "",
+    ]
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -178,8 +230,8 @@ def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(line) + " |" for line in padded]
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 # How an exported folder is served, by engine.

@@ -1,33 +1,197 @@
-"""How many of the drafted tokens are sent to verification. Decisions look only at what precedes the cut."""
+"""How many of the drafted tokens are sent to verification. Decisions look only at what precedes the cut.
 
-from dataclasses import dataclass
+Where a block is cut must not depend on the token that is cut away or on any behind it, or the output would follow the
+decision (DSpark paper, appendix A). Confidences of slot j know the tokens before j only, so a search that admits slots
+in the order of their survival and stops at the first that does not pay is safe, and one that looks over the whole curve
+is safe only with confidences of earlier rounds.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from eval.costs import CostTable
 from models.base import Proposal
 
+STALE_ROUNDS = 2  # age of the confidences that decide on a whole round: those of the last one may still be computed
+PROBE_SHARE, PROBE_ROUNDS = 0.01, 256  # of the time, to see by a draft whether it pays by now; rounds at most between
 
-class ScheduleName(StrEnum):
-    """fixed: every drafted token. confidence: up to the first slot whose confidence is under the threshold."""
 
-    fixed = "fixed"
-    confidence = "confidence"
+# fixed: every drafted token. confidence: up to the first slot whose confidence is under the threshold. algorithm1: the
+# DSpark paper's, over all requests. async: as many tokens as paid two rounds ago, likeliest first. (Not written as a
+# class, because `async` is a word of Python.)
+ScheduleName = StrEnum("ScheduleName", ["fixed", "confidence", "algorithm1", "async"])
+ASYNC = ScheduleName["async"]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Proposal lengths per row. `confidence` needs a drafter with a confidence head."""
+    """Options of a schedule. All but fixed need a drafter with a confidence head, algorithm1 and async a cost table."""
 
     name: ScheduleName
     threshold: float
+    costs: CostTable | None = None
+    temperatures: tuple[float, ...] | None = None  # of each slot's confidence, as calibrated; None = as they are
+    gate: bool = False  # draft only where confidences of two rounds ago say that it pays
 
-    def lengths(self, proposal: Proposal) -> Tensor:
-        """[B] int64. A slot's confidence depends only on tokens before it, so cutting there keeps the output exact."""
-        if self.name is ScheduleName.fixed:
-            return proposal.lengths
+    def __post_init__(self) -> None:
+        needs_costs = self.gate or self.name in (ScheduleName.algorithm1, ASYNC)
+        if needs_costs and self.costs is None:
+            raise ValueError(f"schedule={self.name} with gate={str(self.gate).lower()} needs a cost table")
+
+
+@dataclass
+class Scheduler:
+    """A schedule at work on the requests of one run; remembers what earlier rounds were sure of."""
+
+    schedule: Schedule
+    past: dict[int, deque[tuple[int, list[float]]]] = field(default_factory=dict)  # of requests: (round, survival)
+    round: int = 0
+    skipped: int = 0  # rounds without a draft since the last one with
+
+    def drafts(self, request_ids: Sequence[int], num_draft_tokens: int) -> bool:
+        """Begin a round; whether it should have a draft."""
+        self.round += 1
+        costs = self.schedule.costs
+        if not self.schedule.gate or costs is None:
+            return True
+        known = self._stale(request_ids)
+        if known is None:
+            return True
+        count, lengths = len(request_ids), self._planned(known, costs)
+        expected = count + sum(sum(row[:length]) for row, length in zip(known, lengths, strict=True))
+        seconds = self._seconds(count, count + sum(lengths), num_draft_tokens, costs)
+        plain = self._seconds(count, count, 0, costs)
+        is_due = self.skipped >= min(PROBE_ROUNDS, (seconds / plain - 1) / PROBE_SHARE)
+        self.skipped = 0 if is_due or expected / seconds > count / plain else self.skipped + 1
+        return self.skipped == 0
+
+    def lengths(self, proposal: Proposal, request_ids: Sequence[int]) -> Tensor:
+        """[B] int64 of this round's proposal."""
+        name = self.schedule.name
         if proposal.confidence is None:
-            raise ValueError("schedule=confidence needs a drafter with a confidence head; use schedule=fixed")
-        confident = (proposal.confidence >= self.threshold).long().cumprod(1).sum(1)
-        return torch.minimum(confident, proposal.lengths)
+            if name is ScheduleName.fixed and not self.schedule.gate:
+                return proposal.lengths
+            raise ValueError(f"schedule={name} needs a drafter with a confidence head; use schedule=fixed")
+        confidence = calibrated(proposal.confidence, self.schedule.temperatures)
+        survival = confidence.double().cumprod(1)
+        slots = torch.arange(survival.shape[1], device=survival.device)
+        survival = survival.masked_fill(slots >= proposal.lengths[:, None], 0.0)
+        stale = self._stale(request_ids)
+        rows = survival.tolist()
+        self._remember(request_ids, rows)
+        if name is ScheduleName.fixed:
+            return proposal.lengths
+        if name is ScheduleName.confidence:
+            confident = (confidence >= self.schedule.threshold).long().cumprod(1).sum(1)
+            return torch.minimum(confident, proposal.lengths)
+        costs, count = self.schedule.costs, len(request_ids)
+        assert costs is not None
+        if name is ScheduleName.algorithm1:
+            found = algorithm1(rows, lambda tokens: 1 / self._seconds(count, tokens, survival.shape[1], costs))
+        elif stale is None:
+            return proposal.lengths
+        else:
+            found = allocate(rows, self._capacity(stale, costs) - count)
+        lengths = torch.tensor(found, device=proposal.lengths.device)
+        return torch.minimum(lengths, proposal.lengths)
+
+    def forget(self, request_id: int) -> None:
+        self.past.pop(request_id, None)
+
+    def _planned(self, survival: list[list[float]], costs: CostTable) -> list[int]:
+        """Lengths that this schedule would take of such survivals."""
+        name, threshold = self.schedule.name, self.schedule.threshold
+        if name is ScheduleName.fixed:
+            return [len(row) for row in survival]
+        if name is ScheduleName.confidence:
+            confidences = [[b / a if a else 0.0 for a, b in pairwise([1.0, *row])] for row in survival]
+            return [next((k for k, c in enumerate(row) if c < threshold), len(row)) for row in confidences]
+        return allocate(survival, self._capacity(survival, costs) - len(survival))
+
+    def _capacity(self, survival: list[list[float]], costs: CostTable) -> int:
+        count, num_drafts = len(survival), len(survival[0])
+        return best_capacity(survival, lambda tokens: self._seconds(count, tokens, num_drafts, costs))
+
+    @staticmethod
+    def _seconds(count: int, tokens: int, num_drafts: int, costs: CostTable) -> float:
+        """Of a whole step: the draft is paid for, however few of its tokens are verified."""
+        return costs.draft_seconds(count, num_drafts) + costs.verify_seconds(count, tokens)
+
+    def _remember(self, request_ids: Sequence[int], survival: list[list[float]]) -> None:
+        for request, row in zip(request_ids, survival, strict=True):
+            self.past.setdefault(request, deque(maxlen=STALE_ROUNDS + 1)).append((self.round, row))
+
+    def _stale(self, request_ids: Sequence[int]) -> list[list[float]] | None:
+        """Each request's newest survival that is two rounds old or more; that of the others' mean where a request has
+        none yet; None where nobody has."""
+        found = []
+        for request in request_ids:
+            old = [row for number, row in self.past.get(request, ()) if number <= self.round - STALE_ROUNDS]
+            found.append(old[-1] if old else None)
+        known = [row for row in found if row is not None]
+        if not known:
+            return None
+        mean = [sum(values) / len(values) for values in zip(*known, strict=True)]
+        return [mean if row is None else row for row in found]
+
+
+def calibrated(confidence: Tensor, temperatures: Sequence[float] | None) -> Tensor:
+    """Confidences [B, K] with their logits divided by the temperature of each slot."""
+    if temperatures is None:
+        return confidence
+    divisors = torch.tensor(temperatures[: confidence.shape[1]], dtype=torch.float64, device=confidence.device)
+    return torch.sigmoid(torch.logit(confidence.double()) / divisors)
+
+
+def algorithm1(survival: Sequence[Sequence[float]], steps_per_second: Callable[[int], float]) -> list[int]:
+    """The DSpark paper's Algorithm 1: admit slots of all requests by descending survival while the expected tokens a
+    second, (requests + sum of survivals) * steps_per_second(tokens), rise; stop at the first that does not raise them.
+
+    survival [R][K] is non-increasing in each row -> lengths [R]. A slot of survival 0 is never admitted.
+    """
+    count = len(survival)
+    lengths, expected, tokens = [0] * count, float(count), count
+    best = expected * steps_per_second(tokens)
+    for value, row in by_survival(survival):
+        expected, tokens = expected + value, tokens + 1
+        if not expected * steps_per_second(tokens) > best:
+            break
+        best = expected * steps_per_second(tokens)
+        lengths[row] += 1
+    return lengths
+
+
+def best_capacity(survival: Sequence[Sequence[float]], seconds: Callable[[int], float]) -> int:
+    """Over the whole curve, which need not be smooth: the number of tokens, the requests' newest ones among them, that
+    gives most expected tokens a second. For survivals that this round's tokens cannot have changed."""
+    count = len(survival)
+    expected, tokens = float(count), count
+    best = tokens, expected / seconds(tokens)
+    for value, _ in by_survival(survival):
+        expected, tokens = expected + value, tokens + 1
+        if (rate := expected / seconds(tokens)) > best[1]:
+            best = tokens, rate
+    return best[0]
+
+
+def allocate(survival: Sequence[Sequence[float]], num_drafts: int) -> list[int]:
+    """Lengths [R] of the `num_drafts` slots that survive likeliest."""
+    lengths = [0] * len(survival)
+    for _, row in by_survival(survival)[: max(0, num_drafts)]:
+        lengths[row] += 1
+    return lengths
+
+
+def by_survival(survival: Sequence[Sequence[float]]) -> list[tuple[float, int]]:
+    """(survival, row) of all slots with any, descending; equal ones by slot, then by row. So a row's slots come in
+    their order, and none before what it stands behind."""
+    slots = [
+        (-value, slot, row) for row, values in enumerate(survival) for slot, value in enumerate(values) if value > 0
+    ]
+    return [(-value, row) for value, _, row in sorted(slots)]

@@ -75,13 +75,17 @@ class Pass:
         return Pass(**{**self.__dict__, **parts})
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values; a round is [proposed, accepted, bonus]."""
+        """JSON values; a round is [proposed, accepted, bonus, confidences]."""
         generations = [
-            {**vars(g), "rounds": [[r.proposed, r.accepted, r.bonus] for r in g.rounds]} for g in self.generations
+            {**vars(g), "rounds": [[r.proposed, r.accepted, r.bonus, list(r.confidence)] for r in g.rounds]}
+            for g in self.generations
         ]
         return {**self.__dict__, "generations": generations}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> "Pass":
-        generations = [Generation(**{**g, "rounds": [Round(*r) for r in g["rounds"]]}) for g in values["generations"]]
+        generations = [
+            Generation(**{**g, "rounds": [Round(*r[:3], confidence=tuple(r[3])) for r in g["rounds"]]})
+            for g in values["generations"]
+        ]
         return Pass(**{**values, "generations": generations})

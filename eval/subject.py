@@ -1,17 +1,21 @@
 """What eval.py measures: a drafter from a folder, or a baseline by name."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from eval.calibrate import load_temperatures
 from models.base import Drafter, Proposer
-from models.checkpoint import WEIGHTS, check_target, load_drafter, resolve_folder
-from models.files import sha256_file
+from models.checkpoint import CONFIG, WEIGHTS, check_target, load_drafter, resolve_folder
+from models.files import read_json, sha256_file, sha256_text
+from models.independent import IndependentDrafter
 from models.ngram import NgramDrafter
-from models.target import Target, TargetConfig, TargetIdentity, dtype_of, load_spec
+from models.published import known_architecture
+from models.target import Target, TargetConfig, TargetIdentity, dtype_of, load_spec, load_target, load_tokenizer
 
 NGRAM_DRAFT_TOKENS = 7
+INDEPENDENT_DRAFT_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,8 @@ class Subject:
     drafter: Proposer | None
     slot_layout: str | None
     fingerprint: str
+    folder: Path | None = None  # of a drafter
+    temperatures: tuple[float, ...] | None = None  # of its confidences, where calibrated
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -42,14 +48,44 @@ def ngram(num_draft_tokens: int = NGRAM_DRAFT_TOKENS) -> Subject:
 
 
 def load_subject(draft: str, config: TargetConfig, identity: TargetIdentity, device: torch.device) -> Subject:
-    """`vanilla`, `ngram`, or a folder that `load_drafter` knows. Raises ValueError on another target's drafter."""
+    """`vanilla`, `ngram`, a folder that `load_drafter` knows, or a causal LM with the target's tokenizer by folder or
+    Hugging Face name. Raises ValueError on another target's drafter."""
     if draft == "vanilla":
         return VANILLA
     if draft == "ngram":
         return ngram()
+    if is_language_model(draft):
+        return independent(draft, config, device)
     folder = resolve_folder(Path(draft))
     drafter = load_drafter(folder, dtype=dtype_of(config.dtype), target=load_spec(config)).drafter.to(device)
     check_target(folder, drafter, config, identity)
     name = type(drafter).__name__.lower()
     layout = None if drafter.slot_layout is None else str(drafter.slot_layout)
-    return Subject(name, drafter, layout, sha256_file(folder / WEIGHTS))
+    temperatures = load_temperatures(folder, drafter.num_draft_tokens)
+    fingerprint = sha256_file(folder / WEIGHTS)
+    return Subject(name, drafter, layout, fingerprint, folder, temperatures)
+
+
+def is_language_model(draft: str) -> bool:
+    """Whether a folder's config names a causal LM and no drafter, or nothing lies there and it looks like a name."""
+    folder = Path(draft)
+    if not folder.exists():
+        return draft.count("/") == 1 and not draft.startswith((".", "/", "~", "outputs/"))
+    if not (folder / CONFIG).is_file():
+        return False
+    found = read_json(folder / CONFIG)
+    names = found.get("architectures") or [""]
+    return "format_version" not in found and names[0].endswith("ForCausalLM") and known_architecture(found) is None
+
+
+def independent(path: str, config: TargetConfig, device: torch.device) -> Subject:
+    """Raises ValueError where its tokenizer is another than the target's."""
+    own = replace(config, name=path, path=path, layer_ids=(), package=None, gguf_file=None)
+    vocabularies = [load_tokenizer(one).get_vocab() for one in (own, config)]
+    if vocabularies[0] != vocabularies[1]:
+        raise ValueError(f"draft={path} has another tokenizer than target={config.name}: its tokens mean other text")
+    model = load_target(own, device, layer_ids=())
+    drafter = IndependentDrafter(model, INDEPENDENT_DRAFT_TOKENS, load_spec(config).vocab_size)
+    weights = sorted(Path(path).glob("*.safetensors"))
+    fingerprint = sha256_text("\n".join(sha256_file(file) for file in weights) or path)
+    return Subject("independent", drafter, None, fingerprint)

@@ -1,4 +1,4 @@
-"""Lossless verification: which draft tokens the target accepts, and the token that follows them."""
+"""Verification: which draft tokens the target accepts, and the token that follows them."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,13 +8,20 @@ from torch import Tensor
 
 from models.base import Proposal
 from models.sampling import Purpose, Sampler
+from models.trees import depths
 
 
 class Rule(StrEnum):
-    """ratio: exact rejection sampling (Leviathan et al. 2023). match: accept where the target's own sample agrees."""
+    """ratio: exact rejection sampling (Leviathan et al. 2023). match: accept where the target's own sample agrees.
+    lossy_threshold: as ratio, and whatever the target gives a probability of the threshold or more."""
 
     ratio = "ratio"
     match = "match"
+    lossy_threshold = "lossy_threshold"
+
+    @property
+    def is_lossless(self) -> bool:
+        return self is not Rule.lossy_threshold
 
 
 @dataclass(frozen=True)
@@ -23,13 +30,25 @@ class Verdict:
 
     num_accepted: Tensor  # [B] int64
     next_token: Tensor  # [B] int64: correction after a rejection, bonus token after none
+    path: Tensor | None = None  # [B, P] int64 of a tree: its accepted nodes, the first num_accepted of each row
 
 
-def verify(rule: Rule, proposal: Proposal, target_probs: Tensor, positions: Tensor, sampler: Sampler) -> Verdict:
-    """target_probs [B, K+1, V] of the slots [newest token, d_1 .. d_K]; positions [B] of d_1.
+def verify(
+    rule: Rule,
+    proposal: Proposal,
+    target_probs: Tensor,
+    positions: Tensor,
+    sampler: Sampler,
+    *,
+    threshold: float = 1.0,
+) -> Verdict:
+    """target_probs [B, K+1, V] of the slots [newest token, d_1 .. d_K]; positions [B] of d_1. `threshold` is that of
+    lossy_threshold.
 
     Drafts beyond `proposal.lengths` are not proposed and never accepted.
     """
+    if proposal.parents is not None:
+        return _verify_tree(proposal, proposal.parents, target_probs, positions, sampler)
     slots = torch.arange(proposal.tokens.shape[1], device=positions.device)
     places = positions[:, None] + slots  # [B, K]
     proposed = slots < proposal.lengths[:, None]
@@ -39,6 +58,8 @@ def verify(rule: Rule, proposal: Proposal, target_probs: Tensor, positions: Tens
     draft_of_drafts = prob_of(proposal)
     # Cross-multiplied u < target / draft: no division, and what the target excludes is not accepted even at u = 0.
     accepted = sampler.uniform(places, Purpose.accept) * draft_of_drafts < target_of_drafts
+    if rule is Rule.lossy_threshold:
+        accepted = accepted | (target_of_drafts >= threshold)
     num_accepted = (accepted & proposed).long().cumprod(1).sum(1)
     rows = torch.arange(positions.shape[0], device=positions.device)
     next_probs = target_probs[rows, num_accepted]
@@ -58,6 +79,31 @@ def _verify_match(
     agrees = (samples[:, :-1] == proposal.tokens) & proposed
     num_accepted = agrees.long().cumprod(1).sum(1)
     return Verdict(num_accepted, samples.gather(1, num_accepted[:, None]).squeeze(1))
+
+
+def _verify_tree(
+    proposal: Proposal, parents: Tensor, target_probs: Tensor, positions: Tensor, sampler: Sampler
+) -> Verdict:
+    """Sample the target behind every node with the noise of its position, and follow the children that were sampled.
+
+    Both rules in one: children are chosen, not drawn, so each is a point mass, for which rejecting one after the other
+    and drawing the rest from what is left is drawing once from the target.
+    """
+    depth = torch.cat((torch.zeros_like(positions)[:, None], depths(parents)), dim=1)  # [B, N+1], 0 = newest token
+    samples = sampler.draw(target_probs, positions[:, None] + depth, Purpose.target)
+    nodes = torch.arange(parents.shape[1], device=parents.device)
+    proposed = nodes < proposal.lengths[:, None]
+    at = torch.full_like(positions, -1)
+    path, num_accepted, walking = [], torch.zeros_like(positions), torch.ones_like(positions, dtype=torch.bool)
+    for _ in range(int(depth.max())):
+        wanted = samples.gather(1, at[:, None] + 1)
+        follows = (parents == at[:, None]) & (proposal.tokens == wanted) & proposed & walking[:, None]
+        walking = follows.any(1)
+        at = torch.where(walking, follows.long().argmax(1), at)
+        path.append(at)
+        num_accepted = num_accepted + walking
+    accepted = torch.stack(path, dim=1).clamp(min=0) if path else parents[:, :0]
+    return Verdict(num_accepted, samples.gather(1, at[:, None] + 1).squeeze(1), accepted)
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -127,6 +127,10 @@ class DraftState(Protocol):
         """Keep only these rows, in this order (int64 indices)."""
         ...
 
+    def put(self, rows: Tensor, other: Any) -> None:
+        """Replace these rows by all rows of another state, of requests that have just started."""
+        ...
+
 
 class Proposer(Protocol):
     """The three callables of speculative decoding; every argument and result is batched and ragged."""
@@ -145,6 +149,15 @@ class Proposer(Protocol):
 
     def advance(self, state: Any, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         """tokens [B, Q] just verified with the features [B, Q, L*D] of their positions; counts [B] of them are kept."""
+        ...
+
+
+@runtime_checkable
+class TreeProposer(Proposer, Protocol):
+    """One that can also draft a tree: `Proposal.parents`."""
+
+    def propose_tree(self, state: Any, last: Tensor, policy: Any) -> Proposal:
+        """`policy` is a `models.trees.TreePolicy`."""
         ...
 
 

@@ -58,6 +58,9 @@ class BlockState:
     def select(self, rows: Tensor) -> None:
         self.cache.select(rows)
 
+    def put(self, rows: Tensor, other: "BlockState") -> None:
+        self.cache.put(rows, other.cache)
+
 
 @dataclass(frozen=True)
 class SupervisedSlots:

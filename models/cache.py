@@ -53,13 +53,39 @@ class KVCache:
         longest = int(self.lengths.max())
         return keys[:, :, :longest], values[:, :, :longest]
 
-    def visible(self) -> Tensor:
-        """Causal mask [B, 1, Q, width] of the open step: a query sees its row's slots up to its own."""
-        return (torch.arange(self._width, device=self._slots.device) <= self._slots[..., None])[:, None]
+    def visible(self, reach: Tensor | None = None) -> Tensor:
+        """Mask [B, 1, Q, width] of the open step: a query sees its row's committed slots and, of the step's own, those
+        up to itself or those that reach [B, Q, Q] bool says."""
+        slots = torch.arange(self._width, device=self._slots.device)
+        if reach is None:
+            return (slots <= self._slots[..., None])[:, None]
+        committed = (slots < self.lengths[:, None])[:, None].expand(-1, reach.shape[1], -1)
+        return committed.scatter(2, self._slots[:, None].expand_as(reach), reach)[:, None]
 
     def advance(self, counts: Tensor) -> None:
         """Commit the first `counts` [B] slots of the open step; the rest is forgotten."""
         self.lengths = self.lengths + counts
+
+    def keep_path(self, path: Tensor, counts: Tensor) -> None:
+        """Commit, of the open step, slots path [B, P] (ascending places in the step) of which counts [B] are valid:
+        they are moved to stand one after another."""
+        rows = torch.arange(len(path), device=path.device)[:, None]
+        sources = self.lengths[:, None] + path
+        targets = self.lengths[:, None] + torch.arange(path.shape[1], device=path.device)
+        for buffer in (*self._keys, *self._values):
+            if buffer is not None:
+                buffer[rows, :, targets] = buffer[rows, :, sources]
+        self.advance(counts)
+
+    def put(self, rows: Tensor, other: "KVCache") -> None:
+        """Replace these rows by all rows of another cache that is no longer than this one can hold."""
+        width = int(other.lengths.max())
+        assert width <= self.capacity, f"cache of {self.capacity} slots cannot take a row of {width}"
+        self.lengths = self.lengths.index_copy(0, rows, other.lengths)
+        for ours, theirs in ((self._keys, other._keys), (self._values, other._values)):
+            for buffer, new in zip(ours, theirs, strict=True):
+                if buffer is not None and new is not None:
+                    buffer[rows, :, :width] = new[:, :, :width]
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows, in this order."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from models.base import DraftBatch, DraftLoss, Proposal, Serving, SlotLayout
 from models.block import BlockConfig, BlockDrafter, BlockState
 from models.gguf import dflash_backbone
-from models.sampling import Purpose, Sampler
+from models.sampling import Sampler
 from models.spec import TargetSpec
 
 
@@ -38,9 +38,9 @@ class DFlash(BlockDrafter):
         return DraftLoss({"tokens": loss.total}, self.slot_metrics(loss, slots))
 
     def propose(self, state: BlockState, last: Tensor, sampler: Sampler, num_draft_tokens: int) -> Proposal:
-        probs = sampler.probs(self.logits(self.propose_states(state, last, num_draft_tokens)))
+        logits = self.logits(self.propose_states(state, last, num_draft_tokens))
         positions = state.lengths[:, None] + 1 + torch.arange(num_draft_tokens, device=last.device)
-        tokens = sampler.draw(probs, positions, Purpose.draft)
+        tokens, probs = sampler.draw_block(logits, positions)
         return Proposal(tokens=tokens, probs=probs, lengths=torch.full_like(last, num_draft_tokens))
 
     def serving(self, engine: str) -> Serving:

@@ -128,7 +128,7 @@ class DSpark(BlockDrafter):
             if self.confidence_head is not None:
                 features = embedded if self.config.confidence_with_markov else None
                 confidences.append(torch.sigmoid(self.confidence_head(states[:, slot], features)))
-            probs.append(sampler.probs(logits))
+            probs.append(sampler.probs(logits, torch.stack(tokens, dim=1) if tokens else None))
             previous = sampler.draw(probs[-1], positions + slot, Purpose.draft)
             tokens.append(previous)
         return Proposal(

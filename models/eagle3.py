@@ -23,11 +23,12 @@ from models.base import DraftBatch, Drafter, DraftLoss, Proposal, Serving, check
 from models.cache import KVCache
 from models.config import to_dataclass
 from models.flops import attention_flops, loss_columns, num_tokens, vocabulary_flops
-from models.layers import DraftAttention, GatedMLP, RMSNorm, Rotary
+from models.layers import PairLayer, RMSNorm, Rotary
 from models.losses import LossWeights, check_sampled_vocabulary, check_terms, find_chains
 from models.masks import cache_mask
 from models.sampling import Purpose, Sampler
 from models.spec import TargetSpec, fused_layers
+from models.trees import TreePolicy, grow_tree
 from models.vocab_loss import DraftHead, VocabLoss, vocab_loss
 
 
@@ -67,6 +68,34 @@ class Eagle3State:
         self.cache.select(rows)
         self.hidden = self.hidden[rows]
 
+    def put(self, rows: Tensor, other: "Eagle3State") -> None:
+        self.cache.put(rows, other.cache)
+        self.hidden = self.hidden.index_copy(0, rows, other.hidden)
+
+
+class Unrolled:
+    """Chains that go on from a state, side by side."""
+
+    def __init__(self, drafter: "Eagle3", state: Eagle3State) -> None:
+        self.drafter, self.hidden, self.context = drafter, state.hidden[:, None], state.cache.read(0)
+        self.steps, self.positions = list[tuple[Tensor, Tensor]](), state.cache.lengths[:, None]
+        self.mix = cache_mixer(cache_mask(state.cache.lengths, self.context[0].shape[2]))
+
+    def logits(self, tokens: Tensor, behind: Tensor | None = None) -> Tensor:
+        """A step by tokens [B, N] of chains that go on from those before, behind [B, N] (None: each from its own)."""
+        if behind is not None:
+            rows = torch.arange(len(behind), device=behind.device)[:, None]
+            self.hidden, self.steps = (
+                self.hidden[rows, behind],
+                [(k[rows, behind], v[rows, behind]) for k, v in self.steps],
+            )
+        drafter, own = self.drafter, self.drafter.draft_head()
+        positions = (self.positions + len(self.steps)).expand_as(tokens)
+        hidden = drafter.step(tokens, self.hidden, positions, self.steps, self.context, self.mix)
+        normed = drafter.norm(hidden)
+        self.hidden = normed if drafter.config.norm_output else hidden
+        return drafter.capped(normed @ (drafter.head if own is None else own.weight).T)
+
 
 class Eagle3(Drafter):
     """Autoregressive drafter: a chain of pairs through one layer."""
@@ -87,7 +116,8 @@ class Eagle3(Drafter):
         norms = [RMSNorm(size, spec.rms_norm_eps) for _ in target_layer_ids] if config.fc_norm else []
         self.fc_norm = nn.ModuleList(norms)
         self.fc = nn.Linear(num_fused * size, size, bias=False)
-        self.layers = nn.ModuleList([Eagle3Layer(config, spec)])
+        options = {"qk_norm": config.qk_norm, "norm_before_residual": config.norm_before_residual}
+        self.layers = nn.ModuleList([PairLayer(spec, **options)])
         self.norm = RMSNorm(size, spec.rms_norm_eps)
         self.rotary = Rotary(spec)
         width = config.draft_vocab_size or spec.vocab_size
@@ -100,9 +130,9 @@ class Eagle3(Drafter):
         self.apply(self.init_weights)
 
     @property
-    def layer(self) -> "Eagle3Layer":
+    def layer(self) -> PairLayer:
         layer = self.layers[0]
-        assert isinstance(layer, Eagle3Layer)
+        assert isinstance(layer, PairLayer)
         return layer
 
     # ---- draft vocabulary and head
@@ -294,30 +324,25 @@ class Eagle3(Drafter):
 
     def propose(self, state: Eagle3State, last: Tensor, sampler: Sampler, num_draft_tokens: int) -> Proposal:
         """A chain; behind a drawn stop token nothing is proposed."""
-        context = state.cache.read(0)
-        mix = cache_mixer(cache_mask(state.cache.lengths, context[0].shape[2]))
-        own, hidden, token = self.draft_head(), state.hidden[:, None], last
-        head = self.head if own is None else own.weight
-        tokens, probs = [], []
-        chain: list[tuple[Tensor, Tensor]] = []
+        unrolled, own, drafted, probs = Unrolled(self, state), self.draft_head(), last[:, None], []
         for slot in range(num_draft_tokens):
-            positions = (state.cache.lengths + slot)[:, None]
-            hidden = self.step(token[:, None], hidden, positions, chain, context, mix)
-            normed = self.norm(hidden)
-            probs.append(sampler.probs(self.capped(normed[:, 0] @ head.T)))
+            logits = unrolled.logits(drafted[:, -1:])[:, 0]
+            probs.append(sampler.probs(logits, drafted[:, 1:], columns=self.draft_ids))
             token = sampler.draw(probs[-1], state.lengths + 1 + slot, Purpose.draft)
-            token = token if own is None else own.ids[token]
-            tokens.append(token)
-            hidden = normed if self.config.norm_output else hidden
-        drafted = torch.stack(tokens, dim=1)
+            drafted = torch.cat((drafted, (token if own is None else own.ids[token])[:, None]), dim=1)
+        tokens = drafted[:, 1:]
         stops = torch.tensor(self.spec.eos_token_ids, device=last.device)
-        before_stop = (~torch.isin(drafted, stops)).long().cumprod(1).sum(1)
+        before_stop = (~torch.isin(tokens, stops)).long().cumprod(1).sum(1)
         return Proposal(
-            tokens=drafted,
+            tokens=tokens,
             probs=torch.stack(probs, dim=1),
             lengths=(before_stop + 1).clamp(max=num_draft_tokens),
-            candidate_ids=None if self.draft_ids is None else self.draft_ids.expand(*drafted.shape, -1),
+            candidate_ids=None if self.draft_ids is None else self.draft_ids.expand(*tokens.shape, -1),
         )
+
+    def propose_tree(self, state: Eagle3State, last: Tensor, policy: TreePolicy) -> Proposal:
+        own = self.draft_head()
+        return grow_tree(policy, last, Unrolled(self, state).logits, None if own is None else own.ids)
 
     # ---- checkpoints
 
@@ -351,30 +376,6 @@ class Eagle3(Drafter):
             "ttt_length": self.num_draft_tokens,
         }
         return Serving(config=fields, renames={}, with_embedding=True)
-
-
-class Eagle3Layer(nn.Module):
-    """Decoder layer over pairs; the residual stream is the hidden half only."""
-
-    def __init__(self, config: Eagle3Config, spec: TargetSpec) -> None:
-        super().__init__()
-        self.norm_before_residual = config.norm_before_residual
-        self.self_attn = DraftAttention(spec, input_size=2 * spec.hidden_size, qk_norm=config.qk_norm)
-        self.mlp = GatedMLP(spec)
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-
-    def pair(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """embedded and hidden [..., D] -> attention's input [..., 2D], embedding first, and the residual [..., D]."""
-        normed = self.hidden_norm(hidden)
-        pair = torch.cat((self.input_layernorm(embedded.to(hidden.dtype)), normed), dim=-1)
-        return pair, normed if self.norm_before_residual else hidden
-
-    def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
-        """residual [..., D], mixed heads [..., H*d] -> [..., D]."""
-        x = residual + self.self_attn.o_proj(mixed)
-        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 def check_options(config: Eagle3Config, spec: TargetSpec) -> None:

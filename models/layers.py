@@ -150,3 +150,27 @@ class BlockLayer(nn.Module):
         mixed = mix(queries, (keys, values), context)
         x = x + self.self_attn.o_proj(mixed.reshape(*x.shape[:2], -1))
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class PairLayer(nn.Module):
+    """Decoder layer over pairs of token and hidden state (EAGLE-3); the residual stream is the hidden half only."""
+
+    def __init__(self, spec: TargetSpec, *, qk_norm: bool, norm_before_residual: bool) -> None:
+        super().__init__()
+        self.norm_before_residual = norm_before_residual
+        self.self_attn = DraftAttention(spec, input_size=2 * spec.hidden_size, qk_norm=qk_norm)
+        self.mlp = GatedMLP(spec)
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+
+    def pair(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """embedded and hidden [..., D] -> attention's input [..., 2D], embedding first, and the residual [..., D]."""
+        normed = self.hidden_norm(hidden)
+        pair = torch.cat((self.input_layernorm(embedded.to(hidden.dtype)), normed), dim=-1)
+        return pair, normed if self.norm_before_residual else hidden
+
+    def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
+        """residual [..., D], mixed heads [..., H*d] -> [..., D]."""
+        x = residual + self.self_attn.o_proj(mixed)
+        return x + self.mlp(self.post_attention_layernorm(x))

@@ -27,6 +27,10 @@ class NgramState:
     def select(self, rows: Tensor) -> None:
         self.histories = [self.histories[row] for row in rows.tolist()]
 
+    def put(self, rows: Tensor, other: "NgramState") -> None:
+        for row, history in zip(rows.tolist(), other.histories, strict=True):
+            self.histories[row] = history
+
 
 class NgramDrafter:
     """Looks for the longest suffix of at most `max_ngram` tokens that occurred before, most recent occurrence first."""

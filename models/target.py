@@ -23,6 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from models.cache import KVCache
 from models.files import sha256_file, sha256_text
 from models.spec import TargetSpec, spread_layer_ids
+from models.trees import ancestors
 
 
 @dataclass(frozen=True)
@@ -98,18 +99,26 @@ class Target:
         return KVCache(len(self.layers), batch_size, capacity, self.device)
 
     @torch.inference_mode()
-    def forward(self, input_ids: Tensor, cache: KVCache, *, with_features: bool = True) -> TargetOutput:
+    def forward(
+        self, input_ids: Tensor, cache: KVCache, *, with_features: bool = True, parents: Tensor | None = None
+    ) -> TargetOutput:
         """Run input_ids [B, Q] behind each row's committed slots. Rows commit with `cache.advance(counts)`.
 
-        Rows with fewer than Q tokens are padded at the end with any id; their surplus is simply not committed.
+        Rows with fewer than Q tokens are padded at the end with any id; their surplus is simply not committed. With
+        `parents` [B, Q - 1] all but the first are nodes of a tree behind it, and a path is committed by
+        `cache.keep_path`.
         """
-        positions = cache.begin(input_ids.shape[1])
-        visible = cache.visible()
+        slots = positions = cache.begin(input_ids.shape[1])
+        reach = None
+        if parents is not None:
+            reach = ancestors(torch.cat((torch.full_like(parents[:, :1], -1), parents + 1), dim=1))
+            positions = slots[:, :1] + reach.sum(-1) - 1
+        visible = cache.visible(reach)
         return self._run(
             with_features,
             input_ids=input_ids,
             position_ids=positions,
-            attention_mask=self._masks(visible, positions),
+            attention_mask=self._masks(visible, positions, slots),
             cache=Cache(layers=[_CacheLayer(cache, index) for index in range(len(self.layers))]),
             use_cache=True,
         )
@@ -133,11 +142,13 @@ class Target:
             features = self.round_features(features)
         return TargetOutput(hidden=hidden, features=features)
 
-    def _masks(self, visible: Tensor, positions: Tensor) -> Tensor | dict[str, Tensor]:
+    def _masks(self, visible: Tensor, positions: Tensor, slots: Tensor) -> Tensor | dict[str, Tensor]:
+        """`positions` [B, Q] of the step's queries, which stand in `slots` [B, Q]; they differ in a tree."""
         if self.sliding_window is None:
             return visible
-        slots = torch.arange(visible.shape[-1], device=visible.device)
-        recent = (slots > positions[..., None] - self.sliding_window)[:, None]
+        places = torch.arange(visible.shape[-1], device=visible.device).expand(len(slots), -1)
+        places = places.scatter(1, slots, positions)
+        recent = (places[:, None] > positions[..., None] - self.sliding_window)[:, None]
         windowed = visible & recent
         return windowed if self.one_mask else {"full_attention": visible, "sliding_attention": windowed}
 

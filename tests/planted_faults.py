@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import data.chat as chat_module
+import eval.verify as verify_module
 import models.attention as attention_module
 import models.eagle3 as eagle3_module
 import models.layers as layers_module
@@ -21,7 +22,11 @@ import train.resume as resume_module
 import train.setup as training_setup
 from models.base import DraftBatch, Drafter
 from models.block import BlockDrafter, SupervisedSlots
-from models.eagle3 import Eagle3, Eagle3Layer
+from models.cache import KVCache
+from models.dspark import DSpark
+from models.eagle3 import Eagle3
+from models.layers import PairLayer
+from models.sampling import Sampler
 from models.target import Target, TargetOutput
 
 
@@ -144,7 +149,7 @@ def loads_what_fits(drafter: Drafter, tensors: dict[str, Tensor], path: Path) ->
 
 
 def normed_residual(
-    layer: Eagle3Layer, embedded: Tensor, hidden: Tensor, right: Any = Eagle3Layer.pair
+    layer: PairLayer, embedded: Tensor, hidden: Tensor, right: Any = PairLayer.pair
 ) -> tuple[Tensor, Tensor]:
     pair, _ = right(layer, embedded, hidden)
     return pair, layer.hidden_norm(hidden)
@@ -176,3 +181,63 @@ def stays_at_zero(step: int, schedule: Any, config: Any, right: Any = optim_modu
 def neighbours_rows(target: Target, input_ids: Tensor, right: Any = Target.forward_whole) -> TargetOutput:
     output = right(target, input_ids)
     return replace(output, features=output.features.roll(1, dims=0))
+
+
+# ---- sampling, verification, state
+
+
+def drawn_by_a_rounded_sum(drafter: Any, probs: Tensor) -> Tensor:
+    """A running sum in bfloat16, while float32 probabilities are reported."""
+    sums, total = [], torch.zeros_like(probs[:, 0], dtype=torch.bfloat16)
+    for column in probs.bfloat16().unbind(1):
+        sums.append(total := total + column)
+    return torch.stack(sums, dim=1).float().diff(dim=1, prepend=torch.zeros_like(probs[:, :1]))
+
+
+def drawn_greedily(drafter: Any, probs: Tensor) -> Tensor:
+    return torch.zeros_like(probs).scatter_(1, probs.argmax(1, keepdim=True), 1.0)
+
+
+def forgets_what_was_drafted(
+    sampler: Sampler, logits: Tensor, drafted: Any = None, right: Any = Sampler.probs, **options: Any
+) -> Tensor:
+    past = None if drafted is None else drafted[:, :0]
+    return right(sampler, logits, past, columns=options.get("columns"))
+
+
+def takes_a_sibling(proposal: Any, parents: Tensor, *rest: Any, right: Any = verify_module._verify_tree) -> Any:
+    """Where the target drew none of the root's children, it takes the first one all the same."""
+    verdict = right(proposal, parents, *rest)
+    refused = verdict.num_accepted == 0
+    path = verdict.path.masked_fill(refused[:, None], 0)
+    return replace(verdict, num_accepted=verdict.num_accepted.clamp(min=1), path=path)
+
+
+def commits_the_whole_step(cache: KVCache, counts: Tensor) -> None:
+    cache.lengths = cache.lengths + torch.full_like(counts, cache._slots.shape[1])
+
+
+def looks_at_the_last_token_only(ends: Any, tokens: list[int], new: list[int]) -> int | None:
+    return len(new) - 1 if new[-1] in ends.token_ids else None
+
+
+def leaves_the_bonus_out(rounds: Any) -> float:
+    return sum(r.accepted for r in rounds) / len(rounds)
+
+
+def never_writes_the_last_draft(drafter: Any, state: Any, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+    state.cache.lengths, state.written = state.cache.lengths + counts, 0
+
+
+def takes_over_without_keys(cache: KVCache, rows: Tensor, other: KVCache) -> None:
+    cache.lengths = cache.lengths.index_copy(0, rows, other.lengths)
+
+
+def costs_nothing_more(table: Any, num_requests: int, num_tokens: float) -> float:
+    return table.verify[0][0]
+
+
+def proposes_nothing(drafter: Any, state: Any, last: Tensor, *rest: Any, right: Any = DSpark.propose) -> Any:
+    proposal = right(drafter, state, last, *rest)
+    proposal.lengths = torch.zeros_like(proposal.lengths)
+    return proposal

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from data.extract import ExtractConfig
 from data.generate import GenerateConfig
-from eval.harness import EvalConfig
+from eval.config import EvalConfig
 from models.config import to_dataclass, typed
 from models.dspark import MarkovHeadType
 from models.losses import published_decay

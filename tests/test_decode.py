@@ -16,9 +16,13 @@ from eval.schedule import Schedule, ScheduleName
 from eval.verify import Rule, Verdict
 from models.base import Proposal
 from models.dspark import DSpark
+from models.independent import IndependentDrafter
+from models.ngram import NgramDrafter
 from models.sampling import Sampler, SamplingConfig
-from models.target import Target, TargetConfig
+from models.target import Target, TargetConfig, load_tokenizer
+from tests.chains import lively_eagle3
 from tests.conftest import planted_fault
+from tests.draft_batches import lively_dspark
 
 K = 4
 LENGTH = 12
@@ -49,6 +53,11 @@ class OracleState:
 
     def select(self, rows: Tensor) -> None:
         self.chains, self.lengths = [self.chains[row] for row in rows.tolist()], self.lengths[rows]
+
+    def put(self, rows: Tensor, other: "OracleState") -> None:
+        for row, chain in zip(rows.tolist(), other.chains, strict=True):
+            self.chains[row] = chain
+        self.lengths = self.lengths.index_copy(0, rows, other.lengths)
 
 
 class Oracle:
@@ -135,6 +144,62 @@ def test_a_limit_at_every_offset_ends_like_plain_decoding(
         assert texts(decode(target, drafter, prompts, config).generations) == texts(vanilla)
 
 
+def first_with(text: str, tokens: list[int], tokenizer: Any) -> int | None:
+    return next((n for n in range(1, len(tokens) + 1) if text in tokenizer.decode(tokens[:n])), None)
+
+
+@pytest.mark.parametrize("offset", range(K + 3))
+def test_a_stop_string_at_every_offset_ends_like_plain_decoding(
+    tiny_target: Target,
+    tiny_target_config: TargetConfig,
+    tiny_dspark: DSpark,
+    chains: list[list[int]],
+    tiny_prompts: list[list[int]],
+    offset: int,
+) -> None:
+    """Strings that begin inside one token and end inside the next, which a search token by token would miss."""
+    tokenizer, target = load_tokenizer(tiny_target_config), stopping_at(tiny_target)
+    new = chains[0][len(tiny_prompts[0]) :]
+    before, after = (tokenizer.decode(new[:n]) for n in (offset + 1, offset + 2))
+    string = after[max(0, len(before) - 2) : len(before) + 2]
+    assert len(string) > 2 and string not in before
+    config = config_of(stop_strings=("never said", string), max_new_tokens=20)
+    vanilla = decode(target, None, tiny_prompts, config, tokenizer=tokenizer).generations
+    for prompt, chain, generation in zip(tiny_prompts, chains, vanilla, strict=True):
+        plain = chain[len(prompt) :][:20]
+        end = first_with(string, plain, tokenizer)
+        assert generation.tokens == plain[:end]
+        assert generation.finish_reason == ("length" if end is None else "stop")
+    for drafter in (tiny_dspark, Oracle(chains), Oracle(chains, wrong_slot=1)):
+        speculative = replace(config, num_draft_tokens=K, batch_size=5)
+        found = decode(target, drafter, tiny_prompts, speculative, tokenizer=tokenizer).generations
+        assert texts(found) == texts(vanilla)
+
+
+def test_a_stop_string_needs_text_and_a_tokenizer(tiny_target: Target, tiny_target_config: TargetConfig) -> None:
+    for strings, tokenizer in ((("a",), None), (("",), load_tokenizer(tiny_target_config))):
+        with pytest.raises(ValueError, match=r"stop strings .* must have text, and need the target's tokenizer"):
+            decode(tiny_target, None, [[1]], config_of(stop_strings=strings), tokenizer=tokenizer)
+
+
+def test_a_lossy_threshold_accepts_what_the_target_finds_likely_enough(
+    tiny_target: Target, tiny_dspark: DSpark, tiny_prompts: list[list[int]]
+) -> None:
+    accepted = []
+    for threshold in (1.0, 0.05, 0.01):
+        config = config_of(sampling=SAMPLED, max_new_tokens=24, rule=Rule.lossy_threshold, lossy_threshold=threshold)
+        rounds = [r for g in decode(tiny_target, tiny_dspark, tiny_prompts, config).generations for r in g.rounds]
+        accepted.append(sum(r.accepted for r in rounds) / len(rounds))
+    lossless = decode(
+        tiny_target, tiny_dspark, tiny_prompts, config_of(sampling=SAMPLED, max_new_tokens=24)
+    ).generations
+    rounds = [r for g in lossless for r in g.rounds]
+    assert accepted[0] == sum(r.accepted for r in rounds) / len(rounds)
+    assert accepted[0] < accepted[1] < accepted[2]
+    with pytest.raises(ValueError, match=r"lossy_threshold must be in \(0, 1\], got 0"):
+        config_of(lossy_threshold=0.0)
+
+
 def test_a_stop_token_at_the_limit_is_a_stop(tiny_target: Target, varied: tuple[list[int], list[int]]) -> None:
     prompt, new = varied
     for drafter, num_drafts in ((None, 0), (Oracle([prompt + new]), K)):
@@ -182,7 +247,7 @@ def test_vanilla_rounds_propose_nothing(tiny_target: Target, tiny_prompts: list[
         assert generation.rounds == [Round(0, 0, bonus=True)] * (len(generation.tokens) - 1)
 
 
-@pytest.mark.parametrize("rule", list(Rule))
+@pytest.mark.parametrize("rule", [Rule.ratio, Rule.match])
 def test_greedy_speculation_equals_plain_decoding_in_batches_of_1_3_and_12(
     tiny_target: Target, tiny_dspark: DSpark, tiny_prompts: list[list[int]], rule: Rule
 ) -> None:
@@ -201,8 +266,8 @@ def test_greedy_speculation_equals_plain_decoding_in_batches_of_1_3_and_12(
 def test_a_misplaced_cache_is_noticed(
     monkeypatch: pytest.MonkeyPatch, tiny_target: Target, tiny_dspark: DSpark, tiny_prompts: list[list[int]]
 ) -> None:
-    def accepts_one_more(*arguments: Any) -> Verdict:
-        verdict = verify(*arguments)
+    def accepts_one_more(*arguments: Any, **options: Any) -> Verdict:
+        verdict = verify(*arguments, **options)
         proposal = arguments[1]
         return Verdict((verdict.num_accepted + 1).clamp(max=proposal.lengths), verdict.next_token)
 
@@ -225,6 +290,30 @@ def test_sampled_outputs_do_not_depend_on_neighbours_or_order(
         assert alone.generations == [together[index]]
     other = decode(tiny_target, tiny_dspark, tiny_prompts, config, request_ids=[i + 1 for i in ids]).generations
     assert [g.tokens for g in other] != [g.tokens for g in together], "request ids key the draws"
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+@pytest.mark.parametrize("kind", ["dspark", "eagle3", "ngram", "independent"])
+def test_requests_that_take_over_a_row_decode_as_alone(
+    tiny_target: Target, tiny_target_config: TargetConfig, tiny_prompts: list[list[int]], kind: str, batch_size: int
+) -> None:
+    """Every request but the first ones begins in a row that another has left, some with a first token that ends it."""
+    drafter: Any = {
+        "dspark": lambda: lively_dspark(tiny_target, tiny_target_config),
+        "eagle3": lambda: lively_eagle3(tiny_target, tiny_target_config),
+        "ngram": lambda: NgramDrafter(K),
+        "independent": lambda: IndependentDrafter(tiny_target, K, tiny_target.spec.vocab_size),
+    }[kind]()
+    penalised = SamplingConfig(1.0, 0, 1.0, 0.0, 3, repetition_penalty=1.3, presence_penalty=0.5)
+    for sampling in (SAMPLED, penalised):
+        config = config_of(sampling=sampling, max_new_tokens=20)
+        alone = [
+            decode(tiny_target, drafter, [prompt], config, request_ids=[index]).generations[0]
+            for index, prompt in enumerate(tiny_prompts)
+        ]
+        assert len({len(generation.tokens) for generation in alone}) > 2
+        together = decode(tiny_target, drafter, tiny_prompts, replace(config, batch_size=batch_size)).generations
+        assert together == alone
 
 
 def test_match_gives_the_vanilla_sample_under_every_schedule_and_length(
@@ -287,7 +376,7 @@ def test_results_are_in_the_order_of_the_prompts_and_reported_when_finished(
     ("prompts", "changes", "message"),
     [
         ([[1, 2], []], {}, "prompt 1 has no tokens"),
-        ([[1] * 500], {}, r"prompt 0 of 500 tokens .* exceed the target's context of 512"),
+        ([[1] * 512], {}, r"prompt 0 of 512 tokens fills the target's context of 512"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
     ],
 )
@@ -298,11 +387,20 @@ def test_requests_that_cannot_be_decoded_are_refused(
         decode(tiny_target, None, prompts, config_of(**changes))
 
 
-def test_a_prompt_that_just_fits_the_context_is_decoded(tiny_target: Target, tiny_dspark: DSpark) -> None:
-    prompt = [1 + index % 50 for index in range(512 - LENGTH - K)]
-    assert len(decode(stopping_at(tiny_target), tiny_dspark, [prompt], config_of()).generations[0].tokens) == LENGTH
-    with pytest.raises(ValueError, match="exceed"):
-        decode(tiny_target, tiny_dspark, [[*prompt, 1]], config_of())
+@pytest.mark.parametrize("room", range(1, 2 * K + 4))
+def test_the_end_of_the_context_at_every_offset_ends_like_plain_decoding(
+    tiny_target: Target, tiny_dspark: DSpark, room: int
+) -> None:
+    """No token is fed at a position that the target does not have, in a batch with one that is not near the end."""
+    target = stopping_at(tiny_target)
+    prompts = [[1 + index % 50 for index in range(512 - room)], [3, 4, 5]]
+    vanilla = decode(target, None, prompts, config_of()).generations
+    assert [len(g.tokens) for g in vanilla] == [min(LENGTH, room), LENGTH]
+    assert {g.finish_reason for g in vanilla} == {"length"}
+    chains = [prompt + g.tokens for prompt, g in zip(prompts, vanilla, strict=True)]
+    for drafter, num_drafts in drafters_of(chains, tiny_dspark):
+        found = decode(target, drafter, prompts, config_of(num_draft_tokens=num_drafts)).generations
+        assert texts(found) == texts(vanilla)
 
 
 def test_a_schedule_that_needs_confidences_refuses_a_drafter_without(

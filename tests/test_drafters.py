@@ -20,7 +20,7 @@ from models.base import Drafter, SlotLayout
 from models.block import BlockDrafter
 from models.cache import KVCache
 from models.dspark import MarkovHeadType
-from models.sampling import SamplingConfig
+from models.sampling import Sampler, SamplingConfig
 from models.target import Target, TargetConfig, TargetOutput
 from tests.conftest import build_drafter, dflash_config, dspark_config, eagle3_config, planted_fault, train_briefly
 from tests.teacher_forced import Text, drafts_after, text_of
@@ -101,8 +101,10 @@ class Recorder:
 
     labels: list[int]
     logits: list[Tensor]
+    seen = None  # no penalties
+    draw_block = Sampler.draw_block
 
-    def probs(self, logits: Tensor) -> Tensor:
+    def probs(self, logits: Tensor, *_drafted: Tensor, **_options: Any) -> Tensor:
         self.logits.append(logits[0] if logits.dim() == 2 else logits[0, :, :])
         return logits.softmax(-1)
 
@@ -185,7 +187,14 @@ class CountingTarget:
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
         return KVCache(0, batch_size, capacity, self.device)
 
-    def forward(self, input_ids: Tensor, cache: KVCache, *, with_features: bool = True) -> TargetOutput:
+    def forward(
+        self,
+        input_ids: Tensor,
+        cache: KVCache,
+        *,
+        with_features: bool = True,
+        parents: Tensor | None = None,
+    ) -> TargetOutput:
         cache.begin(input_ids.shape[1])
         return TargetOutput(hidden=input_ids, features=torch.zeros(*input_ids.shape, ORACLE_VOCAB))
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from models import attention, eagle3, masks
 from models.base import DraftBatch
-from models.eagle3 import Eagle3, Eagle3Layer, find_chains
+from models.eagle3 import Eagle3, find_chains
+from models.layers import PairLayer
 from models.target import Target, TargetConfig
 from tests.chains import SlowEagle3, chain_output, gemma_eagle3, lively_eagle3, supervised_chains
 from tests.conftest import planted_fault
@@ -85,10 +86,10 @@ def sees_its_own_pair_twice(position: Tensor, anchor: Tensor, slot: Tensor, wind
     return position <= anchor
 
 
-RIGHT_FINISH = Eagle3Layer.finish
+RIGHT_FINISH = PairLayer.finish
 
 
-def stops_the_gradient(layer: Eagle3Layer, residual: Tensor, mixed: Tensor) -> Tensor:
+def stops_the_gradient(layer: PairLayer, residual: Tensor, mixed: Tensor) -> Tensor:
     return RIGHT_FINISH(layer, residual.detach(), mixed)
 
 
@@ -96,7 +97,7 @@ def stops_the_gradient(layer: Eagle3Layer, residual: Tensor, mixed: Tensor) -> T
     ("owner", "name", "fault"),
     [
         (masks, "sees_context", sees_its_own_pair_twice),
-        (Eagle3Layer, "finish", stops_the_gradient),
+        (PairLayer, "finish", stops_the_gradient),
         (attention, "context_spans", blind_to_documents),
     ],
     ids=["mask", "detached", "documents"],

@@ -56,7 +56,7 @@ class ForcedRows:
     first_positions: Tensor  # [N]
     logits: list[Tensor] = field(default_factory=list)
 
-    def probs(self, logits: Tensor) -> Tensor:
+    def probs(self, logits: Tensor, *_drafted: Tensor, **_options: Any) -> Tensor:
         self.logits.append(logits)
         return logits.softmax(-1)
 

@@ -105,8 +105,8 @@ def test_identity_notices_a_verification_that_accepts_everything(monkeypatch: py
     check()
     original = decode_module.verify
 
-    def accept_all(rule: Rule, proposal: Proposal, *args: Any) -> Verdict:
-        return Verdict(proposal.lengths, original(rule, proposal, *args).next_token)
+    def accept_all(rule: Rule, proposal: Proposal, *args: Any, **options: Any) -> Verdict:
+        return Verdict(proposal.lengths, original(rule, proposal, *args, **options).next_token)
 
     with planted_fault(monkeypatch, decode_module, "verify", accept_all):
         check()

@@ -1,7 +1,8 @@
 """The whole decoding loop by chi-square: what it emits on a tiny language against the exact product of the target."""
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,19 +12,25 @@ from scipy import stats
 from torch import Tensor
 
 import eval.decode as decode_module
+import eval.schedule as schedule_module
 import eval.verify as verify_module
+from eval.costs import CostTable
 from eval.decode import DecodeConfig, decode
-from eval.schedule import Schedule, ScheduleName
+from eval.schedule import Schedule, ScheduleName, Scheduler, allocate, best_capacity
 from eval.verify import Rule
 from models.base import Proposal
 from models.cache import KVCache
 from models.sampling import Purpose, Sampler, SamplingConfig, probs_from_logits
 from models.target import TargetOutput
+from models.trees import TreePolicy, grow_tree
+from tests import planted_faults as faults
 
 VOCAB_SIZE = 5
 NUM_TOKENS = 4
+COLUMNS = 40  # of one token, in the form split
 PASSES = 1e-4  # some forty seeded comparisons: a right loop passes them all
 FAILS = 1e-6
+LOSSLESS = [rule for rule in Rule if rule.is_lossless]
 FIXED = Schedule(ScheduleName.fixed, 0.0)
 CONFIDENT = Schedule(ScheduleName.confidence, 0.5)
 GENERATOR = torch.Generator().manual_seed(0)
@@ -41,7 +48,9 @@ class BigramTarget:
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
         return KVCache(0, batch_size, capacity, self.device)
 
-    def forward(self, input_ids: Tensor, cache: KVCache, *, with_features: bool = True) -> TargetOutput:
+    def forward(
+        self, input_ids: Tensor, cache: KVCache, *, with_features: bool = True, parents: Tensor | None = None
+    ) -> TargetOutput:
         cache.begin(input_ids.shape[1])
         return TargetOutput(hidden=input_ids, features=torch.zeros(*input_ids.shape, 0))
 
@@ -55,6 +64,9 @@ class BigramState:
 
     def select(self, rows: Tensor) -> None:
         self.lengths = self.lengths[rows]
+
+    def put(self, rows: Tensor, other: "BigramState") -> None:
+        self.lengths = self.lengths.index_copy(0, rows, other.lengths)
 
 
 class BigramDrafter:
@@ -77,7 +89,9 @@ class BigramDrafter:
         for slot in range(num_draft_tokens):
             confidences.append(CONFIDENCES[last])
             logits, ids = self.table[last], torch.arange(VOCAB_SIZE).expand(len(last), -1)
-            if self.form != "dense":
+            if self.form == "split":
+                logits, ids = (x.repeat_interleave(COLUMNS, dim=1) for x in (logits, ids))
+            elif self.form != "dense":
                 logits, ids = logits.topk(1 if self.form == "one_hot" else 3)
             probs.append(sampler.probs(logits))
             column = sampler.draw(self.drawn_from(probs[-1]), state.lengths + 1 + slot, Purpose.draft)
@@ -96,12 +110,31 @@ class BigramDrafter:
         return probs
 
 
+class ParallelDrafter(BigramDrafter):
+    """All slots at once, from a table by slot: no slot knows what another one drew, as in DFlash."""
+
+    def propose(self, state: BigramState, last: Tensor, sampler: Sampler, num_draft_tokens: int) -> Proposal:
+        slots = torch.arange(num_draft_tokens)
+        tokens, probs = sampler.draw_block(
+            self.table[(last[:, None] + slots) % VOCAB_SIZE], state.lengths[:, None] + 1 + slots
+        )
+        lengths = torch.full_like(last, num_draft_tokens)
+        return Proposal(tokens, probs, lengths, confidence=CONFIDENCES[(last[:, None] + slots) % VOCAB_SIZE])
+
+
+class TreeDrafter(BigramDrafter):
+    def propose_tree(self, state: BigramState, last: Tensor, policy: TreePolicy) -> Proposal:
+        return grow_tree(policy, last, lambda tokens, behind: self.table[tokens], None)
+
+
 DRAFTERS: dict[str, Callable[[], BigramDrafter]] = {
     "other": lambda: BigramDrafter(OTHER_LOGITS),
     "flat": lambda: BigramDrafter(torch.zeros_like(OTHER_LOGITS)),
     "peaked": lambda: BigramDrafter(4 * TARGET_LOGITS),
     "one_hot": lambda: BigramDrafter(TARGET_LOGITS, "one_hot"),
     "top3": lambda: BigramDrafter(OTHER_LOGITS, "top3"),
+    "parallel": lambda: ParallelDrafter(OTHER_LOGITS),
+    "tree": lambda: TreeDrafter(OTHER_LOGITS),
 }
 
 
@@ -150,23 +183,82 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "match_confidence": {"rule": Rule.match, "schedule": CONFIDENT},
     "two_drafts": {"num_draft_tokens": 2},
 }
-FEW = [("ratio", "other"), ("ratio", "one_hot"), ("ratio", "peaked"), ("match", "other"), ("top_p", "top3")]
-FEW += [("temperature", "flat"), ("confidence", "other"), ("confidence", "one_hot"), ("match_confidence", "top3")]
+# ---- every pair of settings at least once
+
+COSTS = CostTable([1, 4], [[0.0] * 4] * 2, [[1.0, 1.1, 1.6, 1.65], [4.0, 4.4, 6.4, 6.6]])  # jagged
+LEVELS: dict[str, dict[str, Any]] = {
+    "rule": {rule: {"rule": rule} for rule in LOSSLESS},
+    "drafter": {name: {} for name in DRAFTERS},
+    "temperature": {t: {"temperature": t} for t in (0.5, 1.0, 1.5)},
+    "filter": {"plain": {}, "top_k": {"top_k": 3}, "top_p": {"top_p": 0.8}, "min_p": {"min_p": 0.15}},
+    "batch": {1: {"batch_size": 1}, 4: {"batch_size": 4}},
+    "schedule": {name: {"schedule": Schedule(name, 0.5, COSTS)} for name in ScheduleName},
+}
+
+
+def covering_set() -> list[tuple[Any, ...]]:
+    """Admissible cells that hold every admissible pair of levels, each time the cell with most pairs that are new."""
+    cells = [
+        cell
+        for cell in itertools.product(*LEVELS.values())
+        if cell[1] != "tree" or cell[5] is ScheduleName.fixed  # a tree is verified whole
+    ]
+    pairs = {cell: {((i, cell[i]), (j, cell[j])) for i, j in itertools.combinations(range(6), 2)} for cell in cells}
+    left, chosen = set().union(*pairs.values()), []
+    while left:
+        chosen.append(max(cells, key=lambda cell: len(pairs[cell] & left)))
+        left -= pairs[chosen[-1]]
+    return chosen
+
+
+COVERING = covering_set()
+
+
+def cell_p_value(cell: tuple[Any, ...], *, num_rows: int) -> float:
+    options = [levels[level] for levels, level in zip(LEVELS.values(), cell, strict=True)]
+    merged = {name: value for option in options for name, value in option.items()}
+    names = {f.name for f in fields(SamplingConfig)}
+    sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": COVERING.index(cell)}
+    sampling |= {name: value for name, value in merged.items() if name in names}
+    rest = {name: value for name, value in merged.items() if name not in names}
+    tree = TreePolicy(top_k=2, depth=3, num_nodes=7) if cell[1] == "tree" else None
+    config = config_of(sampling=SamplingConfig(**sampling), tree=tree, **rest)
+    return p_value(DRAFTERS[cell[1]](), config, num_rows=num_rows)
+
+
+def named(cell: tuple[Any, ...]) -> str:
+    return "-".join(str(level) for level in cell)
+
+
+@pytest.mark.parametrize("cell", COVERING[::10], ids=named)
+def test_the_loop_follows_the_target_under_some_settings(cell: tuple[Any, ...]) -> None:
+    """Some 5,000 rounds each, by the loop's own batches."""
+    assert cell_p_value(cell, num_rows=2_500) > PASSES / len(COVERING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", COVERING, ids=named)
+def test_the_loop_follows_the_target_under_every_pair_of_settings(cell: tuple[Any, ...]) -> None:
+    assert cell_p_value(cell, num_rows=10_000) > PASSES / len(COVERING)
+
+
+FEW = [("ratio", "other"), ("ratio", "one_hot"), ("match", "other"), ("top_p", "top3"), ("confidence", "other")]
 
 
 @pytest.mark.parametrize(("options", "drafter"), FEW)
 def test_emitted_sequences_follow_the_target(options: str, drafter: str) -> None:
-    assert p_value(DRAFTERS[drafter](), config_of(**CONFIGS[options]), num_rows=20_000) > PASSES
+    """Tables, a hundred thousand rows at a time."""
+    assert p_value(DRAFTERS[drafter](), config_of(**CONFIGS[options]), num_rows=100_000) > PASSES
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "tree"])
 @pytest.mark.parametrize("options", CONFIGS)
 def test_emitted_sequences_follow_the_target_in_200k_rows(options: str, drafter: str) -> None:
     assert p_value(DRAFTERS[drafter](), config_of(**CONFIGS[options]), num_rows=200_000) > PASSES
 
 
-@pytest.mark.parametrize("rule", list(Rule))
+@pytest.mark.parametrize("rule", LOSSLESS)
 def test_vanilla_decoding_follows_the_target(rule: Rule) -> None:
     assert p_value(None, config_of(rule=rule), num_rows=20_000) > PASSES
 
@@ -174,16 +266,16 @@ def test_vanilla_decoding_follows_the_target(rule: Rule) -> None:
 def off_by_one_percent(original: Callable[..., Any]) -> Callable[..., Any]:
     """`verify` for a target whose every distribution is 0.01 in total variation away from the true one."""
 
-    def fault(rule: Rule, proposal: Proposal, target_probs: Tensor, *rest: Any) -> Any:
+    def fault(rule: Rule, proposal: Proposal, target_probs: Tensor, *rest: Any, **options: Any) -> Any:
         most, least = target_probs.argmax(-1, keepdim=True), target_probs.argmin(-1, keepdim=True)
         step = torch.full_like(most, 0.01, dtype=target_probs.dtype)
         moved = target_probs.scatter_add(-1, most, -step).scatter_add(-1, least, step)
-        return original(rule, proposal, moved, *rest)
+        return original(rule, proposal, moved, *rest, **options)
 
     return fault
 
 
-@pytest.mark.parametrize("rule", list(Rule))
+@pytest.mark.parametrize("rule", LOSSLESS)
 def test_a_total_variation_of_one_percent_is_seen(monkeypatch: pytest.MonkeyPatch, rule: Rule) -> None:
     monkeypatch.setattr(decode_module, "verify", off_by_one_percent(decode_module.verify))
     assert p_value(DRAFTERS["other"](), config_of(rule=rule), num_rows=60_000) < FAILS
@@ -210,14 +302,84 @@ def test_a_correction_drawn_from_the_target_itself_is_seen(monkeypatch: pytest.M
 def test_a_cut_that_looks_at_the_token_it_cuts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The confidence of the slot after d_k decides on d_k itself."""
 
-    def lengths(self: Schedule, proposal: Proposal) -> Tensor:
-        return (CONFIDENCES[proposal.tokens] >= self.threshold).long().cumprod(1).sum(1)
+    def lengths(self: Scheduler, proposal: Proposal, request_ids: list[int]) -> Tensor:
+        return (CONFIDENCES[proposal.tokens] >= self.schedule.threshold).long().cumprod(1).sum(1)
 
-    monkeypatch.setattr(Schedule, "lengths", lengths)
+    monkeypatch.setattr(Scheduler, "lengths", lengths)
     assert p_value(DRAFTERS["other"](), config_of(schedule=CONFIDENT), num_rows=20_000) < FAILS
 
 
 def test_random_numbers_shared_between_purposes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Sampler.uniform
     monkeypatch.setattr(Sampler, "uniform", lambda self, places, purpose: original(self, places, Purpose.draft))
+    assert p_value(DRAFTERS["other"](), config_of(), num_rows=20_000) < FAILS
+
+
+def test_drafts_over_many_columns_follow_the_target() -> None:
+    """200 columns, each token in 40 of them: a real vocabulary has more."""
+    assert p_value(BigramDrafter(OTHER_LOGITS, "split"), config_of(), num_rows=20_000) > PASSES
+
+
+def test_drafts_that_were_drawn_in_bfloat16_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BigramDrafter, "drawn_from", faults.drawn_by_a_rounded_sum)
+    assert p_value(BigramDrafter(OTHER_LOGITS, "split"), config_of(), num_rows=20_000) < FAILS
+
+
+def test_the_ratio_rule_accepts_more_than_the_match_rule_of_a_soft_target() -> None:
+    accepted = {}
+    for rule in LOSSLESS:
+        prompts = [[row % VOCAB_SIZE] for row in range(5_000)]
+        generations = decode(BigramTarget(), DRAFTERS["other"](), prompts, config_of(rule=rule)).generations  # type: ignore[arg-type]
+        accepted[rule] = sum(r.accepted for g in generations for r in g.rounds)
+    assert accepted[Rule.ratio] > 1.1 * accepted[Rule.match]
+
+
+def test_a_retrospective_schedule_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks over the whole curve with this round's confidences, which know the tokens that it cuts away."""
+
+    def retrospective(survival: list[list[float]], speed: Callable[[int], float]) -> list[int]:
+        return allocate(survival, best_capacity(survival, lambda n: 1 / speed(n)) - len(survival))
+
+    costs = CostTable([1], [[0.0] * 4], [[1.0, 1 / 0.5, 1 / 0.45, 100.0]])
+    config = config_of(schedule=Schedule(ScheduleName.algorithm1, 0.0, costs), batch_size=1)
+    assert p_value(DRAFTERS["flat"](), config, num_rows=1_000) > PASSES
+    monkeypatch.setattr(schedule_module, "algorithm1", retrospective)
+    assert p_value(DRAFTERS["flat"](), config, num_rows=1_500) < FAILS
+
+
+def test_filters_after_the_test_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are compared with the target's plain probabilities; only what it draws itself is filtered."""
+    original = decode_module.verify
+
+    def fault(
+        rule: Rule, proposal: Proposal, target_probs: Tensor, positions: Tensor, sampler: Sampler, **_: Any
+    ) -> Any:
+        fed = torch.cat((fed_last["tokens"][:, None], proposal.tokens), dim=1)
+        plain = torch.softmax(TARGET_LOGITS[fed], dim=-1)
+        verdict = original(rule, proposal, plain, positions, sampler)
+        rows = torch.arange(len(fed))
+        places = positions + verdict.num_accepted
+        drawn = sampler.draw(target_probs[rows, verdict.num_accepted], places, Purpose.target)
+        return replace(verdict, next_token=drawn)
+
+    fed_last: dict[str, Tensor] = {}
+    forward = BigramTarget.forward
+
+    def seen(self: BigramTarget, input_ids: Tensor, cache: KVCache, **options: Any) -> TargetOutput:
+        fed_last["tokens"] = input_ids[:, 0]
+        return forward(self, input_ids, cache, **options)
+
+    monkeypatch.setattr(BigramTarget, "forward", seen)
+    monkeypatch.setattr(decode_module, "verify", fault)
+    config = config_of(sampling=SamplingConfig(1.0, 0, 0.8, 0.0, 7))
+    assert p_value(DRAFTERS["peaked"](), config, num_rows=20_000) < FAILS
+
+
+def test_a_random_stream_that_rows_share_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Sampler.uniform
+
+    def shared(self: Sampler, positions: Tensor, purpose: Purpose) -> Tensor:
+        return original(replace(self, request_ids=torch.zeros_like(self.request_ids)), positions, purpose)
+
+    monkeypatch.setattr(Sampler, "uniform", shared)
     assert p_value(DRAFTERS["other"](), config_of(), num_rows=20_000) < FAILS

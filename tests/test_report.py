@@ -30,6 +30,7 @@ def pass_of(drafter: str, *, accepted: int, seconds: float, temperature: float =
         "drafter": drafter,
         "temperature": temperature,
         "rule": "greedy",
+        "lossless": True,
         "schedule": "fixed",
         "num_draft_tokens": num_drafts,
         "slot_layout": "anchor_first" if drafter == "dspark" else None,

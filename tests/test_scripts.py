@@ -12,6 +12,7 @@ from gguf import GGUFReader
 from hydra.core.global_hydra import GlobalHydra
 from safetensors.torch import load_file, save_file
 
+from models.checkpoint import step_folders
 from models.target import TargetConfig
 from tests.conftest import counting_chat, tiny_tokenizer
 from tests.test_conf import load_script
@@ -89,6 +90,54 @@ def test_the_whole_path_on_a_tiny_target(script: Script, prompts_file: Path, fin
     assert {row["drafter"] for row in report["rows"]} == {"vanilla", "ngram", "dspark"}
     assert "acceptance length" in shown and "| dspark" in shown
     assert (finished_run / "export" / "README.md").read_text().count("| dspark") >= 2
+
+
+def test_eval_calibrates_schedules_and_simulates(
+    script: Script, finished_run: Path, prompts_file: Path, tmp_path: Path
+) -> None:
+    """Temperatures are fitted on other prompts, kept beside the weights, and used by every schedule from then on."""
+    draft = step_folders(shutil.copytree(finished_run / "checkpoints", tmp_path / "checkpoints"))[-1]
+    common = [f"tasks=[{prompts_file}]", "num_prompts=6", "max_new_tokens=16", "batch_size=4", "baselines=[]"]
+    common += [f"draft={draft}", "temperature=[1,0]", "check_transformers=0"]
+    first = [*common, f"output_dir={tmp_path / 'first'}", "simulate.enabled=true", "simulate.loads=[1,3]"]
+    first += ["simulate.num_rounds=20", "calibrate.enabled=true", "calibrate.num_prompts=8"]
+    shown = script("eval", *first)
+    report = json.loads((tmp_path / "first" / "eval" / "report.json").read_text())
+    temperatures = json.loads((draft / "calibration.json").read_text())["temperatures"]
+    num_drafts = report["num_draft_tokens"]
+    assert len(temperatures) == num_drafts == len(report["calibration"]["after"]["ece"])
+    assert report["calibration"]["temperatures"] == temperatures
+    assert "before and after calibration" in shown and "Simulated tokens a second" in shown
+    schedules = report["simulation"]["schedules"]
+    assert {"vanilla", "fixed 1", "confidence", "algorithm1", "async, gate"} < schedules.keys()
+    assert [row["num_requests"] for row in schedules["async"]] == [1, 3]
+    for schedule in ("algorithm1", "async"):
+        script("eval", *common, f"output_dir={tmp_path / schedule}", f"schedule={schedule}", "gate=true")
+        report = json.loads((tmp_path / schedule / "eval" / "report.json").read_text())
+        assert report["schedule"] == f"{schedule}, gate" and report["lossless"]
+        greedy = next(r for r in report["rows"] if r["temperature"] == 0 and r["drafter"] == "dspark")
+        assert greedy["rounds"] > 0
+        (costs,) = (tmp_path / schedule / "eval").glob("costs_*.json")
+        assert json.loads(costs.read_text())["loads"] == [1, 2, 4]
+
+
+def test_a_lossy_rule_is_reported_as_lossy(
+    script: Script, finished_run: Path, prompts_file: Path, tmp_path: Path
+) -> None:
+    common = [f"tasks=[{prompts_file}]", "num_prompts=3", "max_new_tokens=8", f"output_dir={tmp_path}", "baselines=[]"]
+    common += [f"draft={finished_run / 'checkpoints'}", "temperature=[1,0]", "rule=lossy_threshold"]
+    shown = script("eval", *common)
+    report = json.loads((tmp_path / "eval" / "report.json").read_text())
+    assert "LOSSY: dspark T=1 (lossy_threshold)" in shown and report["lossless"] is False
+    assert [row["lossless"] for row in report["rows"] if row["drafter"] == "vanilla"] == [True]
+
+
+def test_calibration_on_measured_prompts_is_refused(
+    fails: Callable[..., str], finished_run: Path, prompts_file: Path, tmp_path: Path
+) -> None:
+    common = [f"tasks=[{prompts_file}]", f"draft={finished_run / 'checkpoints'}", f"output_dir={tmp_path}"]
+    error = fails("eval", *common, "calibrate.enabled=true", f"calibrate.prompts={prompts_file}")
+    assert "are among the measured prompts" in error
 
 
 def test_eval_accepts_the_exported_folder_and_measures_the_same(

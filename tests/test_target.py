@@ -168,7 +168,7 @@ def test_padding_behind_a_row_does_not_change_it() -> None:
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma3", "gemma4", "gemma4_shared"])
 def test_a_missing_window_is_noticed(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    with planted_fault(monkeypatch, Target, "_masks", lambda self, visible, positions: all_visible(self, visible)):
+    with planted_fault(monkeypatch, Target, "_masks", lambda self, visible, *_: all_visible(self, visible)):
         test_cached_steps_equal_the_whole_forward(family, [7, 1, 5, 7])
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from models import block
 from models.base import DraftBatch, DraftLoss
 from models.block import BlockDrafter, BlockState
+from models.sampling import Sampler
 from tests.draft_batches import mixed_batch
 
 
@@ -76,8 +77,10 @@ class Forced:
     tokens: list[int]
     first_position: int
     logits: list[Tensor] = field(default_factory=list)
+    seen = None  # no penalties
+    draw_block = Sampler.draw_block
 
-    def probs(self, logits: Tensor) -> Tensor:
+    def probs(self, logits: Tensor, *_drafted: Tensor, **_options: Any) -> Tensor:
         """logits [1, V] of one slot, or [1, K, V] of all."""
         self.logits.extend(logits.view(-1, logits.shape[-1]))
         return logits.softmax(-1)

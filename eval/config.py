@@ -1,0 +1,98 @@
+"""Options of eval.py; conf/eval.yaml lists every value with a remark."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from data.generate import BuiltinPrompts
+from eval.schedule import ScheduleName
+from eval.subject import Subject
+from eval.verify import Rule
+
+
+@dataclass
+class TreeOptions:
+    """tree.*: a `TreePolicy` but for its depth, which is num_draft_tokens."""
+
+    num_nodes: int | None
+    top_k: int
+
+
+@dataclass
+class CalibrateOptions:
+    """calibrate.*: fit the temperatures of a drafter's confidences, and keep them beside its weights."""
+
+    enabled: bool
+    prompts: str | None
+    num_prompts: int
+    max_new_tokens: int
+    temperature: float
+
+
+@dataclass
+class SimulateOptions:
+    """simulate.*: throughput of every schedule under load, from measured costs and the rounds of this run."""
+
+    enabled: bool
+    loads: list[int]
+    num_rounds: int
+
+
+@dataclass
+class EvalConfig:
+    """Options of eval.py; conf/eval.yaml lists every value with a remark."""
+
+    name: str
+    output_dir: str
+    target: Any
+    draft: str
+    compare: list[str]
+    tasks: list[str]
+    prompts_dir: str | None
+    num_prompts: int | None
+    builtin: BuiltinPrompts
+    extra_tasks: list[str]
+    num_extra_prompts: int | None
+    extra_max_new_tokens: int
+    temperature: Any
+    seed: int
+    max_new_tokens: int
+    batch_size: int
+    num_draft_tokens: Any
+    rule: Rule
+    lossy_threshold: float
+    schedule: ScheduleName
+    confidence_threshold: float
+    gate: bool
+    tree: TreeOptions
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    stop_strings: list[str]
+    calibrate: CalibrateOptions
+    simulate: SimulateOptions
+    baselines: list[str]
+    check_transformers: int
+    feature_dtype: str | None
+
+
+def parse_temperatures(value: Any) -> list[float]:
+    """A number or a list of them. Raises ValueError on anything else."""
+    values = value if isinstance(value, list) else [value]
+    for number in values:
+        if isinstance(number, bool) or not isinstance(number, int | float) or number < 0:
+            raise ValueError(f"temperature must be a number >= 0 or a list of them, got {value}")
+    return [float(number) for number in values]
+
+
+def parse_length(value: Any, subject: Subject) -> int | str:
+    """`auto`, null (the drafter's own) or 1 .. the drafter's own. Raises ValueError on anything else."""
+    if subject.drafter is None:
+        return 0
+    own = subject.drafter.num_draft_tokens
+    if value is None:
+        return own
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= own):
+        return value
+    raise ValueError(f"num_draft_tokens must be auto, null or 1..{own} for this drafter, got {value}")

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from eval.decode import Generation
+from eval.schedule import calibrated
 from models.files import read_json
 
 NUM_BINS = 20  # of equal width, as in the reference's evaluator
@@ -45,10 +47,12 @@ def recorded(generations: Sequence[Generation]) -> Recorded:
 
 
 def scaled(confidence: Floats, temperatures: Sequence[float]) -> Floats:
-    """[N, K] with the logit of slot k divided by temperatures[k]."""
-    clipped = np.clip(confidence, 1e-7, 1 - 1e-7)  # a float32 that rounded to 0 or 1
-    logits = np.log(clipped) - np.log1p(-clipped)
-    return 1 / (1 + np.exp(-logits / np.asarray(temperatures)))
+    """`calibrated` of arrays [N, K]."""
+    return calibrated(torch.from_numpy(confidence), temperatures).numpy()
+
+
+def bins_of(predicted: Floats) -> NDArray[np.int64]:
+    return np.minimum((predicted * NUM_BINS).astype(np.int64), NUM_BINS - 1)
 
 
 def fit_temperatures(rounds: Recorded) -> list[float]:
@@ -69,7 +73,7 @@ def fit_temperatures(rounds: Recorded) -> list[float]:
 
 def calibration_error(predicted: Floats, outcomes: Floats) -> float:
     """ECE: sum over bins of their share times |mean prediction - mean outcome|."""
-    bins = np.minimum((predicted * NUM_BINS).astype(int), NUM_BINS - 1)
+    bins = bins_of(predicted)
     gaps = np.abs(np.bincount(bins, predicted - outcomes, NUM_BINS))
     return float(gaps.sum() / len(predicted))
 
@@ -110,7 +114,7 @@ def assess(rounds: Recorded, temperatures: Sequence[float] | None = None) -> Cal
         if not known.any():
             continue
         predicted, outcomes = np.asarray(survival[known, slot], dtype=np.float64), rounds.survived[known, slot]
-        bins = np.minimum((predicted * NUM_BINS).astype(int), NUM_BINS - 1)
+        bins = bins_of(predicted)
         counts = np.bincount(bins, minlength=NUM_BINS)
         held = counts > 0
         columns["rounds"].append(len(predicted))

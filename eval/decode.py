@@ -264,7 +264,7 @@ class _Batch:
         fed = torch.cat((self.last[:, None], shown.tokens), dim=1)
         output = target.forward(fed, self.cache, with_features=run.with_features, parents=shown.parents)
         behind = None
-        if shown.parents is not None:
+        if shown.parents is not None and self.sampler.seen is not None:  # penalties look at what a slot stands behind
             reach = ancestors(shown.parents)
             behind = torch.cat((torch.zeros_like(reach[:, :1]), reach), dim=1)
         target_probs = self.sampler.probs(target.logits(output.hidden), shown.tokens, behind=behind)

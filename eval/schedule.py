@@ -74,9 +74,9 @@ class Scheduler:
     def lengths(self, proposal: Proposal, request_ids: Sequence[int]) -> Tensor:
         """[B] int64 of this round's proposal."""
         name = self.schedule.name
+        if name is ScheduleName.fixed and not self.schedule.gate:
+            return proposal.lengths
         if proposal.confidence is None:
-            if name is ScheduleName.fixed and not self.schedule.gate:
-                return proposal.lengths
             raise ValueError(f"schedule={name} needs a drafter with a confidence head; use schedule=fixed")
         confidence = calibrated(proposal.confidence, self.schedule.temperatures)
         survival = confidence.double().cumprod(1)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from models.attention import cache_mixer, training_mixer
 from models.base import DraftBatch, Drafter, SlotLayout, check_layer_ids
-from models.cache import KVCache
+from models.cache import CacheState, KVCache
 from models.config import to_dataclass
 from models.flops import attention_flops, loss_columns, num_tokens, vocabulary_flops
 from models.layers import BlockLayer, RMSNorm, Rotary
@@ -45,21 +45,8 @@ class BlockConfig:
     sampled_vocabulary: int | None
 
 
-@dataclass
-class BlockState:
+class BlockState(CacheState):
     """Keys and values of the verified context; slots of a block are never kept."""
-
-    cache: KVCache
-
-    @property
-    def lengths(self) -> Tensor:
-        return self.cache.lengths
-
-    def select(self, rows: Tensor) -> None:
-        self.cache.select(rows)
-
-    def put(self, rows: Tensor, other: "BlockState") -> None:
-        self.cache.put(rows, other.cache)
 
 
 @dataclass(frozen=True)

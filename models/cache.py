@@ -1,7 +1,26 @@
 """Preallocated keys and values of ragged rows: write in place, roll back by length, compact by index."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+
+@dataclass
+class CacheState:
+    """A `DraftState` that is a cache of all positions it has seen."""
+
+    cache: "KVCache"
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.cache.lengths
+
+    def select(self, rows: Tensor) -> None:
+        self.cache.select(rows)
+
+    def put(self, rows: Tensor, other: "CacheState") -> None:
+        self.cache.put(rows, other.cache)
 
 
 class KVCache:

@@ -11,25 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.base import Proposal
-from models.cache import KVCache
+from models.cache import CacheState
 from models.sampling import Purpose, Sampler
 from models.target import Target
 
 
 @dataclass
-class IndependentState:
-    cache: KVCache
+class IndependentState(CacheState):
     written: int = 0  # tokens behind the committed ones whose keys and values the last proposal left there
-
-    @property
-    def lengths(self) -> Tensor:
-        return self.cache.lengths
-
-    def select(self, rows: Tensor) -> None:
-        self.cache.select(rows)
-
-    def put(self, rows: Tensor, other: "IndependentState") -> None:
-        self.cache.put(rows, other.cache)
 
 
 class IndependentDrafter:

@@ -1,6 +1,6 @@
 """Wrong versions of product functions, as public reports describe them; test_known_faults.py plants them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ import models.vocab_loss as losses_module
 import train.optim as optim_module
 import train.resume as resume_module
 import train.setup as training_setup
+from eval.schedule import allocate, best_capacity
 from models.base import DraftBatch, Drafter
 from models.block import BlockDrafter, SupervisedSlots
 from models.cache import KVCache
@@ -241,3 +242,7 @@ def proposes_nothing(drafter: Any, state: Any, last: Tensor, *rest: Any, right: 
     proposal = right(drafter, state, last, *rest)
     proposal.lengths = torch.zeros_like(proposal.lengths)
     return proposal
+
+
+def looks_back_from_the_whole_curve(survival: list[list[float]], speed: Callable[[int], float]) -> list[int]:
+    return allocate(survival, best_capacity(survival, lambda n: 1 / speed(n)) - len(survival))

@@ -16,7 +16,7 @@ import eval.schedule as schedule_module
 import eval.verify as verify_module
 from eval.costs import CostTable
 from eval.decode import DecodeConfig, decode
-from eval.schedule import Schedule, ScheduleName, Scheduler, allocate, best_capacity
+from eval.schedule import Schedule, ScheduleName, Scheduler
 from eval.verify import Rule
 from models.base import Proposal
 from models.cache import KVCache
@@ -337,13 +337,10 @@ def test_the_ratio_rule_accepts_more_than_the_match_rule_of_a_soft_target() -> N
 def test_a_retrospective_schedule_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks over the whole curve with this round's confidences, which know the tokens that it cuts away."""
 
-    def retrospective(survival: list[list[float]], speed: Callable[[int], float]) -> list[int]:
-        return allocate(survival, best_capacity(survival, lambda n: 1 / speed(n)) - len(survival))
-
     costs = CostTable([1], [[0.0] * 4], [[1.0, 1 / 0.5, 1 / 0.45, 100.0]])
     config = config_of(schedule=Schedule(ScheduleName.algorithm1, 0.0, costs), batch_size=1)
     assert p_value(DRAFTERS["flat"](), config, num_rows=1_000) > PASSES
-    monkeypatch.setattr(schedule_module, "algorithm1", retrospective)
+    monkeypatch.setattr(schedule_module, "algorithm1", faults.looks_back_from_the_whole_curve)
     assert p_value(DRAFTERS["flat"](), config, num_rows=1_500) < FAILS
 
 

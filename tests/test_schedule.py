@@ -24,6 +24,7 @@ from eval.schedule import (
     calibrated,
 )
 from models.base import Proposal
+from tests import planted_faults as faults
 from tests.test_verify import Case, emitted_distribution
 
 
@@ -176,10 +177,7 @@ def test_the_counter_example_of_the_papers_appendix_keeps_the_distribution() -> 
 
 
 def test_a_search_that_looks_back_from_the_whole_curve_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def retrospective(survival: list[list[float]], speed: Callable[[int], float]) -> list[int]:
-        return allocate(survival, best_capacity(survival, lambda n: 1 / speed(n)) - len(survival))
-
-    monkeypatch.setattr(schedule_module, "algorithm1", retrospective)
+    monkeypatch.setattr(schedule_module, "algorithm1", faults.looks_back_from_the_whole_curve)
     assert appendix_a() == pytest.approx([0.85, 0.15], abs=1e-12)
 
 

@@ -31,6 +31,7 @@ class DecodeConfig:
     lossy_threshold: float = 1.0  # of rule=lossy_threshold
     stop_strings: tuple[str, ...] = ()
     tree: TreePolicy | None = None  # a tree instead of a chain, `num_draft_tokens` is its depth then
+    cuda_graphs: bool = False  # the target's forward of a round is recorded once for every shape
 
     def __post_init__(self) -> None:
         if self.tree is not None and (self.schedule.name is not ScheduleName.fixed or self.schedule.gate):
@@ -206,7 +207,7 @@ class _Batch:
             seen = SeenTokens.of_prompts(tokens, counts, target.spec.vocab_size)
         self.sampler = Sampler(self.config.sampling, torch.tensor(request_ids, device=device), seen)
         capacity = max(room, tokens.shape[1])
-        self.cache = target.new_cache(len(prompts), capacity)
+        self.cache = target.new_cache(len(prompts), capacity, is_static=self.config.cuda_graphs)
         output = target.forward(tokens, self.cache, with_features=run.with_features)
         self.cache.advance(counts)
         places = torch.arange(len(prompts), device=device)
@@ -259,15 +260,22 @@ class _Batch:
         began = time.perf_counter()
         proposal = self._propose()
         drafted = time.perf_counter()
-        width = int(proposal.lengths.max())
+        shortest, width = (int(x) for x in torch.aminmax(proposal.lengths))
         shown = shorten(proposal, width)
         fed = torch.cat((self.last[:, None], shown.tokens), dim=1)
-        output = target.forward(fed, self.cache, with_features=run.with_features, parents=shown.parents)
+        output = target.forward(
+            fed,
+            self.cache,
+            with_features=run.with_features,
+            parents=shown.parents,
+            counts=None if shortest == width or shown.parents is not None else shown.lengths + 1,
+            replay=self.config.cuda_graphs,
+        )
         behind = None
         if shown.parents is not None and self.sampler.seen is not None:  # penalties look at what a slot stands behind
             reach = ancestors(shown.parents)
             behind = torch.cat((torch.zeros_like(reach[:, :1]), reach), dim=1)
-        target_probs = self.sampler.probs(target.logits(output.hidden), shown.tokens, behind=behind)
+        target_probs = self.sampler.probs(target.logits(output.hidden, output.tokens), shown.tokens, behind=behind)
         threshold, positions = self.config.lossy_threshold, self.cache.lengths + 1
         verdict = verify(self.config.rule, shown, target_probs, positions, self.sampler, threshold=threshold)
         run.verify_seconds += time.perf_counter() - drafted

@@ -205,7 +205,9 @@ class Drafter(nn.Module, ABC):
                     f"the drafter came with another {name} than this target's: it was trained for other weights; "
                     "name the target that it was trained for"
                 )
-        self.embedding, self.head = embedding.detach(), head.detach()
+        # Plain tensors, which no optimiser or checkpoint sees; one that is plain stays the same object, so that
+        # target and drafter share what `models.packed` keeps of it.
+        self.embedding, self.head = (x.detach() if isinstance(x, nn.Parameter) else x for x in (embedding, head))
         return self
 
     def use_draft_vocabulary(self, token_ids: Tensor) -> None:  # noqa: ARG002

@@ -27,6 +27,7 @@ from models.losses import (
     sum_of,
 )
 from models.masks import cache_mask
+from models.packed import Linear, linear
 from models.spec import TargetSpec
 from models.vocab_loss import VocabLoss, vocab_loss
 
@@ -82,7 +83,7 @@ class BlockDrafter(Drafter):
         self.num_draft_tokens, self.slot_layout = config.num_draft_tokens, config.slot_layout
         self.sampled_vocabulary = config.sampled_vocabulary
         self.decay = published_decay(config.num_draft_tokens) if config.decay is None else config.decay
-        self.fc = nn.Linear(len(target_layer_ids) * spec.hidden_size, spec.hidden_size, bias=False)
+        self.fc = Linear(len(target_layer_ids) * spec.hidden_size, spec.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.layers = nn.ModuleList(BlockLayer(spec) for _ in range(config.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
@@ -309,7 +310,7 @@ class BlockDrafter(Drafter):
 
     def logits(self, states: Tensor) -> Tensor:
         """Base logits float32 [..., V] of final-normed states, soft-capped as the target's."""
-        return self.capped(states @ self.head.T)
+        return self.capped(linear(states, self.head))
 
 
 def check_block_options(config: BlockConfig, spec: TargetSpec, mask_token_id: int | None) -> int:

@@ -1,9 +1,12 @@
 """Preallocated keys and values of ragged rows: write in place, roll back by length, compact by index."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from models.graphs import Replay
 
 
 @dataclass
@@ -30,28 +33,42 @@ class KVCache:
     Buffers are [B, H, N, head size] per layer, allocated at the first write (layers may differ in shape).
     """
 
-    def __init__(self, num_layers: int, batch_size: int, capacity: int, device: torch.device) -> None:
-        self.capacity = capacity
+    def __init__(
+        self, num_layers: int, batch_size: int, capacity: int, device: torch.device, *, is_static: bool = False
+    ) -> None:
+        """`is_static`: steps show all slots, used or not, so that their shapes stay the same and no step waits for the
+        device. Nothing then checks that a step still fits in."""
+        self.capacity, self.is_static = capacity, is_static
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.replays: dict[Hashable, Replay] = {}  # steps recorded over these buffers
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
         self._slots = torch.empty(0, dtype=torch.int64, device=device)  # [B, Q] of the step in progress
-        self._width = 0  # slots that the step in progress may look at
-        self._start = 0  # first slot of the step if all rows share it, else -1
+        self._tokens: Tensor | None = None  # [B, Q] bool, where the rows of the step have different lengths
+        self._width = capacity  # slots that the step in progress may look at
+        self._start = -1  # first slot of the step if all rows share it, else -1
 
-    def begin(self, num_new: int) -> Tensor:
-        """Open a step that writes `num_new` slots a row; returns their positions [B, Q]."""
-        shortest, longest = (int(x) for x in torch.aminmax(self.lengths))
-        assert longest + num_new <= self.capacity, f"cache of {self.capacity} slots cannot take {longest} + {num_new}"
-        self._slots = self.lengths[:, None] + torch.arange(num_new, device=self.lengths.device)
-        self._width = longest + num_new
-        self._start = longest if shortest == longest else -1
-        return self._slots
+    def begin(self, num_new: int, tokens: Tensor | None = None) -> Tensor:
+        """Open a step that writes `num_new` slots a row; returns their positions [B, Q]. With `tokens` [B, Q] bool only
+        where it is true, and keys come as one row without what is between: [1, H, T, d]."""
+        slots = self.lengths[:, None] + torch.arange(num_new, device=self.lengths.device)
+        self.open(slots, tokens)
+        if not self.is_static:
+            shortest, longest = (int(x) for x in torch.aminmax(self.lengths))
+            width = longest + num_new
+            assert width <= self.capacity, f"cache of {self.capacity} slots cannot take {longest} + {num_new}"
+            self._width = width
+            self._start = longest if shortest == longest and tokens is None else -1
+        return slots
+
+    def open(self, slots: Tensor, tokens: Tensor | None = None) -> None:
+        """A step that writes at slots [B, Q], and looks at all."""
+        self._slots, self._tokens, self._width, self._start = slots, tokens, self.capacity, -1
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store [B, H, Q, d] at the open step's slots; returns views of the first `width` slots."""
         if self._keys[layer] is None:
-            batch, heads, _, size = keys.shape
+            batch, heads, size = len(self.lengths), keys.shape[1], keys.shape[3]
             self._keys[layer] = keys.new_zeros(batch, heads, self.capacity, size)
             self._values[layer] = values.new_zeros(batch, values.shape[1], self.capacity, values.shape[3])
         return self._store(self._keys[layer], keys), self._store(self._values[layer], values)
@@ -60,6 +77,9 @@ class KVCache:
         assert buffer is not None
         if self._start >= 0:
             buffer[:, :, self._start : self._width] = new
+        elif self._tokens is not None:
+            rows = self._tokens.nonzero(as_tuple=True)[0]
+            buffer[rows, :, self._slots[self._tokens]] = new[0].transpose(0, 1)
         else:
             rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
             buffer[rows, :, self._slots] = new.transpose(1, 2)
@@ -74,10 +94,11 @@ class KVCache:
 
     def visible(self, reach: Tensor | None = None) -> Tensor:
         """Mask [B, 1, Q, width] of the open step: a query sees its row's committed slots and, of the step's own, those
-        up to itself or those that reach [B, Q, Q] bool says."""
+        up to itself or those that reach [B, Q, Q] bool says. What is no token sees nothing."""
         slots = torch.arange(self._width, device=self._slots.device)
         if reach is None:
-            return (slots <= self._slots[..., None])[:, None]
+            seen = slots <= self._slots[..., None]
+            return (seen if self._tokens is None else seen & self._tokens[..., None])[:, None]
         committed = (slots < self.lengths[:, None])[:, None].expand(-1, reach.shape[1], -1)
         return committed.scatter(2, self._slots[:, None].expand_as(reach), reach)[:, None]
 
@@ -109,5 +130,6 @@ class KVCache:
     def select(self, rows: Tensor) -> None:
         """Keep only these rows, in this order."""
         self.lengths = self.lengths[rows]
+        self.replays.clear()
         self._keys = [None if buffer is None else buffer[rows] for buffer in self._keys]
         self._values = [None if buffer is None else buffer[rows] for buffer in self._values]

@@ -17,6 +17,7 @@ from models.block import BlockConfig, BlockDrafter, BlockState, SupervisedSlots
 from models.dflash import deepspec_serving
 from models.gguf import dflash_backbone
 from models.losses import sum_of
+from models.packed import Linear
 from models.sampling import Purpose, Sampler
 from models.spec import TargetSpec
 
@@ -124,7 +125,7 @@ class DSpark(BlockDrafter):
             if self.markov_head is not None:
                 embedded = self.markov_head.markov_w1(previous)
                 latent, memory = self.markov_head.latent(embedded, states[:, slot], memory)
-                logits = logits + (latent @ self.markov_head.markov_w2.weight.T).float()
+                logits = logits + self.markov_head.markov_w2(latent).float()
             if self.confidence_head is not None:
                 features = embedded if self.config.confidence_with_markov else None
                 confidences.append(torch.sigmoid(self.confidence_head(states[:, slot], features)))
@@ -160,11 +161,11 @@ class MarkovHead(nn.Module):
         super().__init__()
         self.head_type, self.rank = head_type, rank
         self.markov_w1 = nn.Embedding(spec.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, spec.vocab_size, bias=False)
+        self.markov_w2 = Linear(rank, spec.vocab_size, bias=False)
         if head_type is MarkovHeadType.gated:
-            self.gate_proj = nn.Linear(spec.hidden_size + rank, rank)
+            self.gate_proj = Linear(spec.hidden_size + rank, rank)
         elif head_type is MarkovHeadType.rnn:
-            self.joint_proj = nn.Linear(spec.hidden_size + 2 * rank, 3 * rank)
+            self.joint_proj = Linear(spec.hidden_size + 2 * rank, 3 * rank)
 
     def memory(self, state: Tensor) -> Tensor | None:
         """What the head carries from slot to slot: zeros [..., r] for the RNN, nothing else."""
@@ -187,7 +188,7 @@ class ConfidenceHead(nn.Module):
 
     def __init__(self, input_size: int) -> None:
         super().__init__()
-        self.proj = nn.Linear(input_size, 1)
+        self.proj = Linear(input_size, 1)
 
     def forward(self, state: Tensor, embedded: Tensor | None) -> Tensor:
         features = state if embedded is None else torch.cat((state, embedded), dim=-1)

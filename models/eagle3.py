@@ -26,6 +26,7 @@ from models.flops import attention_flops, loss_columns, num_tokens, vocabulary_f
 from models.layers import PairLayer, RMSNorm, Rotary
 from models.losses import LossWeights, check_sampled_vocabulary, check_terms, find_chains
 from models.masks import cache_mask
+from models.packed import Linear, linear
 from models.sampling import Purpose, Sampler
 from models.spec import TargetSpec, fused_layers
 from models.trees import TreePolicy, grow_tree
@@ -94,7 +95,7 @@ class Unrolled:
         hidden = drafter.step(tokens, self.hidden, positions, self.steps, self.context, self.mix)
         normed = drafter.norm(hidden)
         self.hidden = normed if drafter.config.norm_output else hidden
-        return drafter.capped(normed @ (drafter.head if own is None else own.weight).T)
+        return drafter.capped(linear(normed, drafter.head if own is None else own.weight))
 
 
 class Eagle3(Drafter):
@@ -115,13 +116,13 @@ class Eagle3(Drafter):
         self.input_norm = RMSNorm(num_fused * size, spec.rms_norm_eps) if config.norm_before_fc else None
         norms = [RMSNorm(size, spec.rms_norm_eps) for _ in target_layer_ids] if config.fc_norm else []
         self.fc_norm = nn.ModuleList(norms)
-        self.fc = nn.Linear(num_fused * size, size, bias=False)
+        self.fc = Linear(num_fused * size, size, bias=False)
         options = {"qk_norm": config.qk_norm, "norm_before_residual": config.norm_before_residual}
         self.layers = nn.ModuleList([PairLayer(spec, **options)])
         self.norm = RMSNorm(size, spec.rms_norm_eps)
         self.rotary = Rotary(spec)
         width = config.draft_vocab_size or spec.vocab_size
-        self.lm_head = nn.Linear(size, width, bias=False) if config.own_head else None
+        self.lm_head = Linear(size, width, bias=False) if config.own_head else None
         if config.draft_vocab_size is not None:
             # Invalid until a vocabulary is chosen or loaded: `check_weights` refuses them.
             self.register_buffer("d2t", torch.full((width,), -1))
@@ -331,12 +332,11 @@ class Eagle3(Drafter):
             token = sampler.draw(probs[-1], state.lengths + 1 + slot, Purpose.draft)
             drafted = torch.cat((drafted, (token if own is None else own.ids[token])[:, None]), dim=1)
         tokens = drafted[:, 1:]
-        stops = torch.tensor(self.spec.eos_token_ids, device=last.device)
-        before_stop = (~torch.isin(tokens, stops)).long().cumprod(1).sum(1)
+        is_stop = torch.isin(tokens, torch.tensor(self.spec.eos_token_ids, device=last.device))
         return Proposal(
             tokens=tokens,
             probs=torch.stack(probs, dim=1),
-            lengths=(before_stop + 1).clamp(max=num_draft_tokens),
+            lengths=((~is_stop).long().cumprod(1).sum(1) + 1).clamp(max=num_draft_tokens),
             candidate_ids=None if self.draft_ids is None else self.draft_ids.expand(*tokens.shape, -1),
         )
 

@@ -9,6 +9,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from models.attention import Mixer
+from models.packed import Linear
 from models.spec import TargetSpec
 
 
@@ -68,9 +69,9 @@ class GatedMLP(nn.Module):
 
     def __init__(self, spec: TargetSpec) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+        self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, bias=False)
         self.act: Callable[[Tensor], Tensor] = ACT2FN[spec.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,10 +87,10 @@ class DraftAttention(nn.Module):
     def __init__(self, spec: TargetSpec, *, input_size: int, qk_norm: bool) -> None:
         super().__init__()
         self.head_dim, self.num_kv_heads = spec.head_dim, spec.num_kv_heads
-        self.q_proj = nn.Linear(input_size, spec.num_heads * spec.head_dim, bias=False)
-        self.k_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=False)
-        self.v_proj = nn.Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=False)
-        self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=False)
+        self.q_proj = Linear(input_size, spec.num_heads * spec.head_dim, bias=False)
+        self.k_proj = Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=False)
+        self.v_proj = Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=False)
+        self.o_proj = Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=False)
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if qk_norm else nn.Identity()
 

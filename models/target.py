@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
 
 from models.cache import KVCache
+from models.cached_attention import ATTENTION, CacheLayer, spread
 from models.files import sha256_file, sha256_text
+from models.graphs import Replay
+from models.packed import keep_blocks, linear
 from models.spec import TargetSpec, spread_layer_ids
 from models.trees import ancestors
 
@@ -47,6 +49,7 @@ class TargetOutput:
 
     hidden: Tensor  # [B, Q, D] last hidden state after the final norm
     features: Tensor  # [B, Q, L*D] outputs of the captured layers, ascending
+    tokens: Tensor | None = None  # [B, Q] bool: what was computed; None = everything, the rest is zero
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class Target:
         self.spec, self.layer_ids = spec, layer_ids
         self.round_features: Callable[[Tensor], Tensor] | None = None
         self.model = model.eval().requires_grad_(False)
+        model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
+        keep_blocks(model)
         self.backbone = model.get_decoder()  # type: ignore[operator]
         self.layers: nn.ModuleList = self.backbone.layers
         assert len(self.layers) == spec.num_layers, f"{len(self.layers)} layers found, config says {spec.num_layers}"
@@ -95,42 +100,70 @@ class Target:
         other.layer_ids, other.round_features = layer_ids, round_features
         return other
 
-    def new_cache(self, batch_size: int, capacity: int) -> KVCache:
-        return KVCache(len(self.layers), batch_size, capacity, self.device)
+    def new_cache(self, batch_size: int, capacity: int, *, is_static: bool = False) -> KVCache:
+        return KVCache(len(self.layers), batch_size, capacity, self.device, is_static=is_static)
 
     @torch.inference_mode()
     def forward(
-        self, input_ids: Tensor, cache: KVCache, *, with_features: bool = True, parents: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        cache: KVCache,
+        *,
+        with_features: bool = True,
+        parents: Tensor | None = None,
+        counts: Tensor | None = None,
+        replay: bool = False,
     ) -> TargetOutput:
         """Run input_ids [B, Q] behind each row's committed slots. Rows commit with `cache.advance(counts)`.
 
-        Rows with fewer than Q tokens are padded at the end with any id; their surplus is simply not committed. With
-        `parents` [B, Q - 1] all but the first are nodes of a tree behind it, and a path is committed by
-        `cache.keep_path`.
+        Rows with fewer than Q tokens are padded at the end with any id; their surplus is simply not committed, and with
+        `counts` [B] not computed either. With `parents` [B, Q - 1] all but the first are nodes of a tree behind it, and
+        a path is committed by `cache.keep_path`. `replay`: as a CUDA graph of a static cache, recorded at the first
+        step of its shape; the next step overwrites the output.
         """
-        slots = positions = cache.begin(input_ids.shape[1])
+        tokens = None
+        if counts is not None:
+            tokens = torch.arange(input_ids.shape[1], device=counts.device) < counts[:, None]
+        slots = positions = cache.begin(input_ids.shape[1], tokens)
+        if replay and tokens is None and parents is None:
+            key = (tuple(input_ids.shape), with_features, self.layer_ids)
+            if key not in cache.replays:
+                cache.replays[key] = Replay(partial(self._step, cache, with_features), input_ids, slots)
+            return TargetOutput(*cache.replays[key](input_ids, slots))
         reach = None
         if parents is not None:
             reach = ancestors(torch.cat((torch.full_like(parents[:, :1], -1), parents + 1), dim=1))
             positions = slots[:, :1] + reach.sum(-1) - 1
-        visible = cache.visible(reach)
-        return self._run(
-            with_features,
-            input_ids=input_ids,
-            position_ids=positions,
-            attention_mask=self._masks(visible, positions, slots),
-            cache=Cache(layers=[_CacheLayer(cache, index) for index in range(len(self.layers))]),
-            use_cache=True,
-        )
+        masks = self._masks(cache.visible(reach), positions, slots)
+        if tokens is None:
+            return self._run_cached(with_features, input_ids, positions, masks, cache)
+        output = self._run_cached(with_features, input_ids[tokens][None], positions[tokens][None], masks, cache)
+        return TargetOutput(spread(output.hidden[0], tokens), spread(output.features[0], tokens), tokens)
+
+    def _step(self, cache: KVCache, with_features: bool, input_ids: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """`forward` as a function of tensors [B, Q] alone."""
+        cache.open(slots)
+        output = self._run_cached(with_features, input_ids, slots, self._masks(cache.visible(), slots, slots), cache)
+        return output.hidden, output.features
+
+    def _run_cached(
+        self, with_features: bool, input_ids: Tensor, positions: Tensor, masks: Any, cache: KVCache
+    ) -> TargetOutput:
+        layers = Cache(layers=[CacheLayer(cache, index) for index in range(len(self.layers))])
+        inputs = {"input_ids": input_ids, "position_ids": positions, "attention_mask": masks}
+        return self._run(with_features, **inputs, cache=layers, use_cache=True)
 
     @torch.inference_mode()
     def forward_whole(self, input_ids: Tensor) -> TargetOutput:
         """Run right-padded sequences [B, S] from position 0 without a cache (causality hides padding that follows)."""
         return self._run(True, input_ids=input_ids, use_cache=False)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Float32 logits [..., V] of final-normed states [..., D], soft-capped where the target does so."""
-        logits = (hidden.to(self.head.dtype) @ self.head.T).float()
+    def logits(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Float32 logits [..., V] of final-normed states [..., D], soft-capped where the target does so. With `tokens`
+        [...] bool zero elsewhere, and not computed."""
+        if tokens is not None:
+            return spread(self.logits(hidden[tokens]), tokens)
+        logits = linear(hidden.to(self.head.dtype), self.head).float()
         cap = self.spec.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -155,7 +188,7 @@ class Target:
 
 def _whole(weight: Tensor) -> Tensor:
     """Gathered where processes share the target: the layers are what does not fit on one device."""
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight.detach()
 
 
 def pad_rows(rows: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -183,56 +216,6 @@ def _capture(layers: nn.ModuleList, layer_ids: tuple[int, ...]) -> Iterator[dict
             handle.remove()
 
 
-class _CacheLayer(CacheLayerMixin):
-    """Hands transformers' cache calls of one layer to the shared `KVCache`."""
-
-    def __init__(self, cache: KVCache, index: int) -> None:
-        super().__init__()
-        self.cache, self.index = cache, index
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Buffers are allocated by the KVCache at its first write."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self.cache.write(self.index, key_states, value_states)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return int(self.cache.lengths.max()) + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return int(self.cache.lengths.max())
-
-    def get_max_length(self) -> int:
-        return self.cache.capacity
-
-
-def grouped_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """SDPA that folds grouped query heads into the query axis instead of copying keys for each of them.
-
-    Decoding over long caches spends its time on that copy. Masks are [B, 1, Q, N] bool; without one (whole
-    sequences) transformers' own function is used.
-    """
-    for name, what in (("softcap", "capped attention scores"), ("s_aux", "attention sinks")):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"target has {what} ({name}), which SDPA leaves out; not supported")
-    batch, num_heads, num_queries, size = query.shape
-    num_kv_heads = key.shape[1]
-    if attention_mask is None or attention_mask.shape[1] != 1:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    group = num_heads // num_kv_heads
-    folded = query.reshape(batch, num_kv_heads, group * num_queries, size)
-    mask = attention_mask[:, :, None].expand(-1, -1, group, -1, -1).flatten(2, 3)
-    output = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=kwargs.get("scaling"))
-    return output.view(batch, num_heads, num_queries, -1).transpose(1, 2), None
-
-
-ATTENTION = "draftsmith_grouped"
-AttentionInterface.register(ATTENTION, grouped_attention)
-AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-
-
 def load_target(
     config: TargetConfig,
     device: torch.device,
@@ -249,9 +232,7 @@ def load_target(
     spec = load_spec(config)
     check_sharing(config, spec, mesh)
     sharing: dict[str, Any] = {} if mesh is None else {"tp_plan": "auto", "device_mesh": mesh}
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
-        config.path, dtype=dtype_of(config.dtype), attn_implementation=ATTENTION, **sharing
-    )
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(config.path, dtype=dtype_of(config.dtype), **sharing)
     if mesh is not None and not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError(
             f"target.tp_size={config.tp_size}: transformers has no tensor-parallel plan for {spec.model_type}; "

@@ -95,7 +95,7 @@ def small_drafter(setting: Setting, target: Target, kind: str) -> Drafter:
     return drafter.to(setting.device).bind(target.embedding, target.head).eval()
 
 
-def generate(target: Target, drafter: Drafter | None) -> list[Generation]:
+def generate(target: Target, drafter: Drafter | None, *, cuda_graphs: bool = False) -> list[Generation]:
     """Greedy, 24 ragged prompts as one batch."""
     config = DecodeConfig(
         max_new_tokens=24,
@@ -104,6 +104,7 @@ def generate(target: Target, drafter: Drafter | None) -> list[Generation]:
         rule=Rule.ratio,
         schedule=Schedule(ScheduleName.fixed, 0.0),
         sampling=SamplingConfig(0.0, 0, 1.0, 0.0, 0),
+        cuda_graphs=cuda_graphs,
     )
     read = target if drafter is None else target.capturing(drafter.target_layer_ids)
     return decode(read, drafter, prompts(), config).generations
@@ -126,6 +127,21 @@ def check_identity(setting: Setting, kind: str) -> tuple[bool, str, dict[str, An
         f"{len(found['divergences'])} divergences, {found['near_tie_divergences']} near ties"
     )
     return found["outputs_identical_to_vanilla"] and stats.accepted > 0, text, found
+
+
+def check_graphs(setting: Setting) -> tuple[bool, str, dict[str, Any]]:
+    """Greedy speculation by CUDA graphs gives the same rounds; seconds of both, the recording included."""
+    target = small_target(setting.device)
+    drafter, found, seconds = small_drafter(setting, target, "dspark"), [], {}
+    for cuda_graphs in (False, True):
+        began = time.perf_counter()
+        generations = generate(target, drafter, cuda_graphs=cuda_graphs and setting.is_cuda)
+        seconds["with" if cuda_graphs else "without"] = time.perf_counter() - began
+        found.append([(g.tokens, g.rounds) for g in generations])
+    same = sum(a == b for a, b in zip(*found, strict=True))
+    times = f"{seconds['with']:.2f} s, without {seconds['without']:.2f} s"
+    text = f"{same} of {len(found[0])} outputs and their rounds equal, {times}"
+    return same == len(found[0]), text, {"equal": same, "seconds": seconds}
 
 
 def check_export(setting: Setting) -> tuple[bool, str, dict[str, Any]]:
@@ -155,6 +171,7 @@ def all_checks(setting: Setting, *, compiled: bool) -> Iterator[tuple[str, Check
             yield name, lambda kind=kind, on=on: check_steps(setting, kind, compiled=on)
     for kind in ("dspark", "eagle3"):
         yield f"greedy identity, {kind}", lambda kind=kind: check_identity(setting, kind)
+    yield "cuda graphs", lambda: check_graphs(setting)
     yield "export round trip", lambda: check_export(setting)
 
 

@@ -34,7 +34,7 @@ def test_the_check_passes_small_on_a_cpu(
     status, found = run(monkeypatch, tmp_path / "out" / "check.json", "--no-compile")
     lines = capsys.readouterr().out.splitlines()
     assert status == 0 and found["failed"] == [] and found["device"] == "cpu"
-    assert len(lines) == len(found["checks"]) + 1 == 14
+    assert len(lines) == len(found["checks"]) + 1 == 15
     assert all(line.startswith("PASS  ") for line in lines[:-1])
     assert sum("no backward on a CPU" in line for line in lines) == 8
     steps = {check["name"]: check["figures"] for check in found["checks"] if check["name"].startswith("bf16")}

@@ -45,16 +45,14 @@ class BigramTarget:
     spec = SimpleNamespace(eos_token_ids=(), max_position_embeddings=64)
     device = torch.device("cpu")
 
-    def new_cache(self, batch_size: int, capacity: int) -> KVCache:
+    def new_cache(self, batch_size: int, capacity: int, **_: Any) -> KVCache:
         return KVCache(0, batch_size, capacity, self.device)
 
-    def forward(
-        self, input_ids: Tensor, cache: KVCache, *, with_features: bool = True, parents: Tensor | None = None
-    ) -> TargetOutput:
+    def forward(self, input_ids: Tensor, cache: KVCache, **_: Any) -> TargetOutput:
         cache.begin(input_ids.shape[1])
         return TargetOutput(hidden=input_ids, features=torch.zeros(*input_ids.shape, 0))
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
         return TARGET_LOGITS[hidden]
 
 

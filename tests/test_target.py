@@ -14,8 +14,9 @@ from eval.decode import DecodeConfig, decode
 from eval.schedule import Schedule, ScheduleName
 from eval.verify import Rule
 from models import target as target_module
+from models.cached_attention import ATTENTION, grouped_attention
 from models.sampling import SamplingConfig
-from models.target import ATTENTION, Target, TargetConfig, TargetOutput, grouped_attention
+from models.target import Target, TargetConfig, TargetOutput
 from tests.conftest import planted_fault
 from tests.tiny_families import FAMILIES, VOCAB_SIZE, build, check_close, random_ids
 
@@ -158,6 +159,33 @@ def test_rollback_then_continue_equals_a_fresh_run(family: str) -> None:
         expected = target.forward_whole(whole)
         check_close(after.hidden[row], expected.hidden[0, -6:])
         check_close(after.features[row], expected.features[0, -6:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_different_lengths_are_computed_without_what_is_between(family: str) -> None:
+    """Behind prompts of different lengths, and once more behind the part of them that was kept."""
+    target, lengths = build(family), torch.tensor([9, 3, 6])
+    counts, kept = torch.tensor([1, 5, 3]), torch.tensor([1, 2, 3])
+    caches, widths = (target.new_cache(3, 20), target.new_cache(3, 20)), list[int]()
+    with target.layers[0].register_forward_pre_hook(lambda _layer, inputs: widths.append(inputs[0].shape[:2].numel())):
+        for cache, options in zip(caches, ({}, {"counts": counts}), strict=True):
+            target.forward(random_ids(3, 9, seed=1), cache)
+            cache.advance(lengths)
+            for seed in (2, 3):
+                output = target.forward(random_ids(3, 5, seed=seed), cache, **options)
+                cache.advance(kept)
+                if not options:
+                    expected = output if seed == 3 else None
+    assert widths == [27, 15, 15, 27, 9, 9]
+    tokens = torch.arange(5) < counts[:, None]
+    assert output.tokens is not None and torch.equal(output.tokens, tokens)
+    assert expected is not None
+    check_close(output.hidden[tokens], expected.hidden[tokens])
+    check_close(output.features[tokens], expected.features[tokens])
+    assert not output.hidden[~tokens].any()
+    logits = target.logits(output.hidden, output.tokens)
+    check_close(logits[tokens], target.logits(expected.hidden)[tokens])
+    assert not logits[~tokens].any()
 
 
 def test_padding_behind_a_row_does_not_change_it() -> None:

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from models.spec import TargetSpec
-from models.target import ATTENTION, Target
+from models.target import Target
 
 VOCAB_SIZE, WINDOW = 50, 5
 SIZES: dict[str, Any] = {
@@ -160,7 +160,6 @@ def build(family: str) -> Target:
     torch.manual_seed(0)
     model = FAMILIES[family]()
     roughen(model)
-    model.set_attn_implementation(ATTENTION)
     return Target(model, TargetSpec.from_config(model.config), (0, 2))
 
 

@@ -1,0 +1,89 @@
+"""Products with weights that are kept in blocks are torch's own, whatever becomes of the weight."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models import packed
+from models.packed import MOST_ROWS, Blocks, Linear, keep_blocks, linear
+
+pytestmark = pytest.mark.skipif(not packed._dtypes(), reason="this processor has no such products")
+DTYPES = sorted(packed._dtypes(), key=str)
+
+
+def check_product(x: Tensor, weight: Tensor, ours: Tensor, bias: Tensor | None = None) -> None:
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert ours.dtype is x.dtype
+    error = (ours.double() - exact).abs().max() if ours.numel() else 0.0
+    assert error <= 4 * torch.finfo(x.dtype).eps * max(1.0, exact.abs().max().item() if exact.numel() else 0.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1,), (5,), (2, 3), (0,), (3, 0), (MOST_ROWS,), (MOST_ROWS + 1,)], ids=str)
+def test_a_product_is_the_ordinary_one(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(*size, 48, generator=generator).to(dtype) for size in ((40,), shape))
+    layer = Linear(48, 40, dtype=dtype).requires_grad_(False)
+    layer.weight.copy_(weight)
+    with torch.no_grad():
+        check_product(x, weight, linear(x, weight))
+        check_product(x, weight, layer(x), layer.bias)
+        assert ((layer.blocks is not None) and (weight in packed._shared)) is (0 < x.numel() <= MOST_ROWS * 48)
+
+
+def test_blocks_are_made_once_and_again_where_the_weight_changes() -> None:
+    layer, x = Linear(16, 8, bias=False), torch.ones(2, 16)
+    with torch.no_grad():
+        layer(x)
+        first = layer.blocks
+        assert layer(x) is not None and layer.blocks is first
+        layer.weight.mul_(2.0)
+        check_product(x, layer.weight, layer(x))
+        assert layer.blocks is not first
+        layer.weight.data = torch.randn(8, 16)
+        check_product(x, layer.weight, layer(x))
+        layer.weight = nn.Parameter(torch.randn(8, 16))
+        check_product(x, layer.weight, layer(x))
+        head = torch.randn(8, 16)
+        linear(x, head)
+        head.add_(1.0)
+        check_product(x, head, linear(x, head))
+    with torch.inference_mode():
+        made = torch.randn(8, 16)  # has no version
+        check_product(x, made, linear(x, made))
+
+
+def test_gradients_flow_as_through_torchs_own() -> None:
+    layer, own = Linear(6, 4), nn.Linear(6, 4)
+    own.load_state_dict(layer.state_dict())
+    x = torch.randn(3, 6)
+    for one in (layer, own):
+        one(x).pow(2).sum().backward()
+    assert layer.blocks is None
+    assert torch.equal(layer.weight.grad, own.weight.grad)
+
+
+def test_copies_conversions_and_state_are_those_of_an_ordinary_layer() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 4))
+    keys = list(model.state_dict())
+    keep_blocks(model)
+    x = torch.randn(2, 6)
+    with torch.no_grad():
+        expected = model(x)
+        assert isinstance(model[0].blocks, Blocks) and list(model.state_dict()) == keys
+        other = copy.deepcopy(model)
+        assert other[0].blocks is None
+        torch.testing.assert_close(other(x), expected)
+        torch.testing.assert_close(other.double()(x.double()), expected.double(), rtol=1e-5, atol=1e-6)
+
+
+def test_layers_of_other_classes_stay_as_they_are() -> None:
+    class Own(nn.Linear):
+        pass
+
+    model = nn.ModuleList([Own(2, 2), nn.Linear(2, 2), nn.Embedding(2, 2)])
+    keep_blocks(model)
+    assert [type(child) for child in model] == [Own, Linear, nn.Embedding]

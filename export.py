@@ -8,6 +8,7 @@ import hydra
 from omegaconf import DictConfig
 
 from data.run import prepare_target, provenance, read_stages, stage, start_processes, user_errors
+from eval.calibrate import read_calibration
 from eval.report import model_card, render, write_summary
 from models.checkpoint import check_target, load_drafter, resolve_folder
 from models.config import register, to_dataclass
@@ -29,12 +30,15 @@ def main(node: DictConfig) -> None:
             spec = load_spec(target)
             drafter = load_drafter(draft, target=spec).drafter.bind(*load_frozen(target, spec))
             check_target(draft, drafter, target, target_identity(target))
+            calibration = read_calibration(draft, drafter.num_draft_tokens)
             summary = write_summary(folder, read_stages(folder))
             made = provenance(node, sys.argv)
-            card = model_card(summary, type(drafter).__name__, target.name, made, engine=config.engine)
+            names, calibrated = (type(drafter).__name__, target.name), calibration is not None
+            card = model_card(summary, *names, made, engine=config.engine, calibrated=calibrated)
             tokens = load_tokenizer(target).convert_ids_to_tokens(list(range(drafter.spec.vocab_size)))
             out, dtype = Path(config.out), dtype_of(config.dtype)
-            export_drafter(drafter, out, engine=config.engine, dtype=dtype, card=card, tokens=tokens)
+            options = {"engine": config.engine, "dtype": dtype, "card": card, "tokens": tokens}
+            export_drafter(drafter, out, **options, calibration=calibration)
         sys.stdout.write(render(write_summary(folder, read_stages(folder))))
 
 

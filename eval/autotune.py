@@ -23,18 +23,20 @@ class LengthChoice:
 def choose_num_draft_tokens(
     target: Target, drafter: Proposer, prompts: Sequence[list[int]], config: DecodeConfig
 ) -> LengthChoice:
-    """Decode `prompts` greedily once at full length to learn survival, time every length, take the best rate.
+    """Decode `prompts` greedily once at full length to learn survival, time every length on as many of them as a batch
+    has, take the best rate.
 
     Length 0 is vanilla decoding: it wins where speculation does not pay, and the caller says so.
     """
     full = drafter.num_draft_tokens
     sample = decode(target, drafter, prompts, replace(config, num_draft_tokens=full))
     survival = acceptance_stats(sample.generations).survival
+    batch = prompts[: config.batch_size]
     table: list[dict[str, Any]] = []
-    for length, (measured, verify) in enumerate(round_seconds(target, drafter, prompts)):
+    for length, (measured, verify) in enumerate(round_seconds(target, drafter, batch)):
         draft = measured if length else 0.0  # plain decoding has no drafter
         expected = 1 + sum(survival[:length])
-        rate = len(prompts) * expected / (draft + verify)
+        rate = len(batch) * expected / (draft + verify)
         table.append(
             {
                 "num_draft_tokens": length,
@@ -45,4 +47,4 @@ def choose_num_draft_tokens(
             }
         )
     best = max(table, key=lambda row: row["expected_tokens_per_second"])
-    return LengthChoice(best["num_draft_tokens"], len(prompts), table)
+    return LengthChoice(best["num_draft_tokens"], len(batch), table)

@@ -1,8 +1,10 @@
 """Sequential temperature scaling of confidences (DSpark paper, section 3.3), and how well they are calibrated.
 
 A confidence head says P(draft k is accepted | those before it were). What schedules use is the product up to k, the
-chance that a block survives beyond k, and that is calibrated, left to right: with the temperatures of earlier slots
-fixed, the one of slot k divides its logit by the value of GRID at which the products have the least calibration error.
+chance that a block survives beyond k, and that is calibrated, left to right: with the scaling of earlier slots fixed,
+the logit of slot k is divided by the value of GRID at which the products have the least calibration error. Temperatures
+cannot make good a head that is sure of too much everywhere, as one is on other texts than it has learnt: so a bias is
+added to the logit, at each temperature the one with which as many blocks are predicted to survive as do.
 """
 
 from collections.abc import Sequence
@@ -13,15 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.optimize import root_scalar
+from scipy.special import expit, logit
 from scipy.stats import rankdata
 
 from eval.decode import Generation
-from eval.schedule import calibrated
+from eval.schedule import Scaling, calibrated
+from models.checkpoint import CALIBRATION
 from models.files import read_json
 
 NUM_BINS = 20  # of equal width, as in the reference's evaluator
+MOST_BIAS = 20.0  # of a logit
 GRID = np.exp(np.linspace(np.log(0.2), np.log(5.0), 161))  # 2 % a step, 1 in its middle
-CALIBRATION = "calibration.json"  # beside a drafter's weights
 
 Floats = NDArray[np.float64]
 
@@ -46,29 +51,46 @@ def recorded(generations: Sequence[Generation]) -> Recorded:
     return Recorded(confidence, (slots < accepted).astype(np.float64), slots < proposed)
 
 
-def scaled(confidence: Floats, temperatures: Sequence[float]) -> Floats:
+def scaled(confidence: Floats, scaling: Scaling | None) -> Floats:
     """`calibrated` of arrays [N, K]."""
-    return calibrated(torch.from_numpy(confidence), temperatures).numpy()
+    return calibrated(torch.from_numpy(confidence), scaling).numpy()
 
 
 def bins_of(predicted: Floats) -> NDArray[np.int64]:
     return np.minimum((predicted * NUM_BINS).astype(np.int64), NUM_BINS - 1)
 
 
-def fit_temperatures(rounds: Recorded) -> list[float]:
-    """One for each slot. A slot without both outcomes keeps 1."""
-    temperatures: list[float] = []
+def fit_scaling(rounds: Recorded, *, with_biases: bool) -> Scaling:
+    """A slot without both outcomes keeps its confidence."""
+    fitted: list[tuple[float, float]] = []
     before = np.ones(len(rounds.confidence))
     for slot in range(rounds.confidence.shape[1]):
-        known, column = rounds.known[:, slot], rounds.confidence[:, slot : slot + 1]
-        outcomes = rounds.survived[known, slot]
-        best = 1.0
+        known, column = rounds.known[:, slot], rounds.confidence[:, slot]
+        best, outcomes = (1.0, 0.0), rounds.survived[known, slot]
         if 0 < outcomes.sum() < len(outcomes):
-            errors = [calibration_error(before[known] * scaled(column[known], [t])[:, 0], outcomes) for t in GRID]
-            best = float(GRID[int(np.argmin(errors))])
-        temperatures.append(best)
-        before = before * scaled(column, [best])[:, 0]
-    return temperatures
+            logits, reached = logit(column[known]), before[known]
+            candidates = [
+                (float(t), _matching_bias(logits / t, reached, outcomes.mean()) if with_biases else 0.0) for t in GRID
+            ]
+            errors = [calibration_error(reached * expit(logits / t + bias), outcomes) for t, bias in candidates]
+            best = candidates[int(np.argmin(errors))]
+        fitted.append(best)
+        before = before * expit(logit(column) / best[0] + best[1])
+    temperatures, biases = zip(*fitted, strict=True)
+    return Scaling(temperatures, biases)
+
+
+def _matching_bias(logits: Floats, reached: Floats, survived: float) -> float:
+    """With which the mean of reached * sigmoid(logits + bias) is `survived`, or the nearest of the range."""
+
+    def excess(bias: float) -> float:
+        return float((reached * expit(logits + bias)).mean() - survived)
+
+    if excess(MOST_BIAS) <= 0:
+        return MOST_BIAS
+    if excess(-MOST_BIAS) >= 0:
+        return -MOST_BIAS
+    return float(root_scalar(excess, bracket=(-MOST_BIAS, MOST_BIAS), method="brentq", xtol=1e-4).root)
 
 
 def calibration_error(predicted: Floats, outcomes: Floats) -> float:
@@ -105,9 +127,8 @@ class Calibration:
         return {**asdict(self), "mean_ece": float(np.average(self.ece, weights=self.rounds))}
 
 
-def assess(rounds: Recorded, temperatures: Sequence[float] | None = None) -> Calibration:
-    confidence = rounds.confidence if temperatures is None else scaled(rounds.confidence, temperatures)
-    survival = np.cumprod(confidence, axis=1)
+def assess(rounds: Recorded, scaling: Scaling | None = None) -> Calibration:
+    survival = np.cumprod(scaled(rounds.confidence, scaling), axis=1)
     columns: dict[str, list[Any]] = {name: [] for name in Calibration.__dataclass_fields__}
     for slot in range(survival.shape[1]):
         known = rounds.known[:, slot]
@@ -132,15 +153,44 @@ def assess(rounds: Recorded, temperatures: Sequence[float] | None = None) -> Cal
     return Calibration(**columns)
 
 
-def load_temperatures(folder: Path, num_draft_tokens: int) -> tuple[float, ...] | None:
-    """None where a drafter is not calibrated. Raises ValueError on a file that does not fit it."""
+def calibration_file(rounds: Recorded, *, with_biases: bool, dataset: str) -> dict[str, Any]:
+    """What is kept beside the weights. `scaling` is what schedules here use; the other fields are those of the file
+    that SGLang reads, which knows no biases: temperatures that do without, and their errors."""
+    alone = fit_scaling(rounds, with_biases=False)
+    scaling = fit_scaling(rounds, with_biases=True) if with_biases else alone
+    return {
+        "temperatures": list(alone.temperatures),
+        "dataset": dataset,
+        "num_samples": len(rounds.confidence),
+        "ece_before": assess(rounds).ece,
+        "ece_after": assess(rounds, alone).ece,
+        "scaling": {name: list(values) for name, values in vars(scaling).items()},
+    }
+
+
+def read_calibration(folder: Path, num_draft_tokens: int) -> dict[str, Any] | None:
+    """A drafter's `calibration_file`, None where it is not calibrated. Raises ValueError on one that does not fit."""
     path = folder / CALIBRATION
     if not path.is_file():
         return None
-    found = read_json(path).get("temperatures")
-    if not isinstance(found, list) or len(found) != num_draft_tokens or not all(t > 0 for t in found):
-        raise ValueError(
-            f"{path}: temperatures={found} must be {num_draft_tokens} positive numbers, one a draft token; "
-            "remove the file, or write it anew with eval.py calibrate.enabled=true"
-        )
-    return tuple(float(t) for t in found)
+    calibration = read_json(path)
+    scaling = calibration.get("scaling") or {}
+    for name, found in (("temperatures", calibration.get("temperatures")), *scaling.items()):
+        lowest = -MOST_BIAS if name == "biases" else np.nextafter(0, 1)
+        fits = isinstance(found, list) and len(found) == num_draft_tokens
+        if not fits or not all(isinstance(x, int | float) and x >= lowest for x in found):
+            raise ValueError(
+                f"{path}: {name}={found} must be {num_draft_tokens} numbers, one a draft token, of {lowest:.0f} or "
+                "more (temperatures: more than 0); remove the file, or write it anew with eval.py "
+                "calibrate.enabled=true"
+            )
+    return calibration
+
+
+def load_scaling(folder: Path, num_draft_tokens: int) -> Scaling | None:
+    """That of `read_calibration`; of a file without, its temperatures."""
+    found = read_calibration(folder, num_draft_tokens)
+    if found is None:
+        return None
+    chosen = found.get("scaling") or {"temperatures": found["temperatures"], "biases": [0.0] * num_draft_tokens}
+    return Scaling(tuple(chosen["temperatures"]), tuple(chosen["biases"]))

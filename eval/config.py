@@ -19,13 +19,14 @@ class TreeOptions:
 
 @dataclass
 class CalibrateOptions:
-    """calibrate.*: fit the temperatures of a drafter's confidences, and keep them beside its weights."""
+    """calibrate.*: fit the scaling of a drafter's confidences, and keep it beside its weights."""
 
     enabled: bool
     prompts: str | None
     num_prompts: int
     max_new_tokens: int
     temperature: float
+    biases: bool
 
 
 @dataclass
@@ -75,6 +76,7 @@ class EvalConfig:
     baselines: list[str]
     check_transformers: int
     feature_dtype: str | None
+    cuda_graphs: bool
 
 
 def parse_temperatures(value: Any) -> list[float]:

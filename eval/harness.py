@@ -14,13 +14,14 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from data.codecs import find_codec, round_trip
 from data.generate import load_prompts
-from data.prompts import Prompt
+from data.prompts import Prompt, builtin_prompts
 from eval.autotune import LengthChoice, choose_num_draft_tokens
-from eval.calibrate import CALIBRATION, assess, fit_temperatures, recorded
+from eval.calibrate import assess, calibration_file, load_scaling, recorded
 from eval.config import EvalConfig, parse_length, parse_temperatures
 from eval.costs import LOADS, CostTable, measure_costs
 from eval.decode import DecodeConfig, Generation, decode
 from eval.identity import identity_of
+from eval.plots import reliability_diagram
 from eval.report import build_report
 from eval.schedule import Schedule, ScheduleName
 from eval.simulate import compare
@@ -29,12 +30,14 @@ from eval.subject import VANILLA, Subject, ngram
 from eval.tasks import load_tasks, render_prompts
 from eval.verify import Rule
 from models.base import TreeProposer
-from models.files import read_json, sha256_text, write_json
+from models.checkpoint import CALIBRATION
+from models.files import read_json, sha256_text, write_json, write_text
 from models.sampling import SamplingConfig
 from models.target import Target, TargetConfig
 from models.trees import TreePolicy
 
 FIXED = Schedule(ScheduleName.fixed, 0.0)
+AUTO_PROMPTS = 16  # num_draft_tokens=auto learns from so many at least how long drafts survive
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,9 @@ class Harness:
         plans = [*self._plans(subject, length, choice), *self._compared_plans(compared)]
         passes = [self._pass(plan) for plan in plans]
         report = build_report(passes, self._identities(passes), choice)
-        report["calibration"] = self._calibration_report(subject, passes)
+        report["calibration"] = calibration = self._calibration_report(subject, passes)
+        if calibration is not None:
+            write_text(self.folder / "reliability.svg", reliability_diagram(calibration))
         if self.config.simulate.enabled:
             report["simulation"] = self._simulation_report(subject, passes)
         report["transformers_generate"] = self._against_transformers(passes)
@@ -126,7 +131,7 @@ class Harness:
             if needs_costs
             else None
         )
-        return Schedule(asked.schedule, asked.confidence_threshold, costs, subject.temperatures, asked.gate)
+        return Schedule(asked.schedule, asked.confidence_threshold, costs, subject.scaling, asked.gate)
 
     def _costs(self, subject: Subject, loads: Sequence[int]) -> CostTable:
         """Measured once per drafter and loads, and kept."""
@@ -138,14 +143,16 @@ class Harness:
         return CostTable(**read_json(path))
 
     def _calibrated(self, subject: Subject) -> Subject:
-        """With temperatures fitted on prompts that are not measured, and kept beside its weights."""
+        """With a scaling fitted on prompts that are not measured, and kept beside its weights."""
         asked = self.config.calibrate
         if subject.folder is None or subject.drafter is None:
             raise ValueError(f"calibrate.enabled=true needs a trained drafter, got draft={self.config.draft}")
-        fitted = fit_temperatures(recorded(self._pass(self._calibration_plan(subject)).generations))
+        rounds = recorded(self._pass(self._calibration_plan(subject)).generations)
         about = {"temperature": asked.temperature, "num_prompts": len(self.prompts["calibration"])}
-        write_json(subject.folder / CALIBRATION, {"temperatures": fitted, "fitted_at": about})
-        return replace(subject, temperatures=tuple(fitted))
+        dataset = asked.prompts or "held-out prompts of the project's own"
+        found = calibration_file(rounds, with_biases=asked.biases, dataset=dataset) | {"fitted_at": about}
+        write_json(subject.folder / CALIBRATION, found)
+        return replace(subject, scaling=load_scaling(subject.folder, subject.drafter.num_draft_tokens))
 
     def _calibration_plan(self, subject: Subject) -> PassPlan:
         assert subject.drafter is not None
@@ -157,7 +164,12 @@ class Harness:
         asked = self.config.calibrate
         if not asked.enabled:
             return []
-        found = load_prompts(asked.prompts, self.config.builtin, "train")[: asked.num_prompts]
+        if asked.prompts is None:  # held out, too, and behind all that may be measured
+            first = self.config.builtin.num_heldout
+            found = builtin_prompts(self.config.builtin.seed, num_train=0, num_heldout=first + asked.num_prompts)
+            found = found[first:]
+        else:
+            found = load_prompts(asked.prompts, self.config.builtin, "train")[: asked.num_prompts]
         measured = {tuple(ids) for ids in self._render(self.prompts["main"])}
         if shared := sum(tuple(ids) in measured for ids in self._render(found)):
             raise ValueError(
@@ -167,7 +179,7 @@ class Harness:
         return found
 
     def _calibration_report(self, subject: Subject, passes: Sequence[Pass]) -> dict[str, Any] | None:
-        """Of the drafter's measured rounds, as its confidences are and with its temperatures."""
+        """Of the drafter's measured rounds, as its confidences are and with its scaling."""
         own = [p for p in passes if p.about["drafter"] == subject.name and p.about["schedule"] == "fixed"]
         sampled = [p for p in own if p.about["temperature"] == self.config.calibrate.temperature]
         measured = next(
@@ -179,9 +191,9 @@ class Harness:
         return {
             "temperature": measured.about["temperature"],
             "rounds": len(rounds.confidence),
-            "temperatures": subject.temperatures,
+            "scaling": None if subject.scaling is None else vars(subject.scaling),
             "before": assess(rounds).to_dict(),
-            "after": None if subject.temperatures is None else assess(rounds, subject.temperatures).to_dict(),
+            "after": None if subject.scaling is None else assess(rounds, subject.scaling).to_dict(),
         }
 
     def _simulation_report(self, subject: Subject, passes: Sequence[Pass]) -> dict[str, Any]:
@@ -194,7 +206,7 @@ class Harness:
             measured.generations,
             costs,
             asked.loads,
-            temperatures=subject.temperatures,
+            scaling=subject.scaling,
             threshold=self.config.confidence_threshold,
             num_rounds=asked.num_rounds,
         )
@@ -223,7 +235,7 @@ class Harness:
         path = self.folder / name
         if path.is_file():
             return LengthChoice(**read_json(path))
-        sample = self._render(self.prompts["main"][: self.config.batch_size])
+        sample = self._render(self.prompts["main"][: max(self.config.batch_size, AUTO_PROMPTS)])
         target = self._target_of(subject)
         plan = PassPlan(subject, 0.0, 0, FIXED, Rule.ratio, "main")
         choice = choose_num_draft_tokens(target, subject.drafter, sample, self._decode_config(plan))
@@ -257,6 +269,7 @@ class Harness:
             lossy_threshold=asked.lossy_threshold,
             stop_strings=tuple(asked.stop_strings),
             tree=tree,
+            cuda_graphs=asked.cuda_graphs,
         )
 
     def _pass(self, plan: PassPlan) -> Pass:

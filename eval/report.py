@@ -94,7 +94,7 @@ def render(report: Mapping[str, Any]) -> str:
     lossy = [row for row in report["rows"] if not row["lossless"]]
     lines += [NOTE + (LOSSLESS if not lossy else lossy_note(lossy)), ""]
     lines += [line for row in main if (line := speed_remark(row))]
-    lines += _length_lines(report.get("length_choice"))
+    lines += _length_lines(report.get("length_choice"), main)
     lines += _calibration_lines(report.get("calibration"))
     lines += _simulation_lines(report.get("simulation"))
     if check := report.get("transformers_generate"):
@@ -127,7 +127,8 @@ def speed_remark(row: Mapping[str, Any]) -> str | None:
     return f"- {setting}: {ratio:.2f}x vanilla, {verdict} ({why})."
 
 
-def _length_lines(choice: Mapping[str, Any] | None) -> list[str]:
+def _length_lines(choice: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What auto chose and why; and, of that row, what the costs promised and what came of it."""
     if not choice:
         return []
     costs = "; ".join(
@@ -138,7 +139,27 @@ def _length_lines(choice: Mapping[str, Any] | None) -> list[str]:
     chosen = choice["num_draft_tokens"]
     meaning = f"{chosen} draft tokens" if chosen else "no drafting at all: no length pays at this batch size"
     how = f"draft + verify per round, greedy, batch {choice['batch_size']}"
-    return [f"num_draft_tokens=auto chose {meaning} ({how}: {costs})."]
+    lines = [f"num_draft_tokens=auto chose {meaning} ({how}: {costs})."]
+    plain, best = (choice["table"][k]["expected_tokens_per_second"] for k in (0, chosen))
+    measured = next(
+        (
+            row
+            for row in rows
+            if row["drafter"] not in ("vanilla", "ngram")
+            and (row["num_draft_tokens"], row["schedule"]) == (chosen, "fixed")
+            and row["vanilla_tokens_per_second"] is not None
+        ),
+        None,
+    )
+    if chosen and measured is not None:
+        ratio = measured["tokens_per_second"] / measured["vanilla_tokens_per_second"]
+        lines.append(
+            f"At K={chosen} the simple formula, (T_draft + T_verify) / tau seconds a token, predicts "
+            f"{best / plain:.2f}x vanilla ({best:.1f} tokens/s with every row busy); measured {ratio:.2f}x "
+            f"({measured['tokens_per_second']:.1f} tokens/s, the prompts' own forward and the last rows included, "
+            f"temperature {measured['temperature']:g}, tau {measured['acceptance_length']:.2f})."
+        )
+    return lines
 
 
 def _calibration_lines(found: Mapping[str, Any] | None) -> list[str]:
@@ -146,15 +167,15 @@ def _calibration_lines(found: Mapping[str, Any] | None) -> list[str]:
         return []
     before, after = found["before"], found["after"]
     state = "not calibrated: eval.py calibrate.enabled=true" if after is None else "before and after calibration"
-    head = ["draft", "rounds", "temperature", "survived", "predicted", "ECE", "AUC", "Brier"]
+    head = ["draft", "rounds", "temperature, bias", "survived", "predicted", "ECE", "AUC", "Brier"]
     lines = [head, ["---"] * len(head)]
     for slot, rounds in enumerate(before["rounds"]):
         pairs = [
             " to ".join(_number(part[key][slot], digits) for part in (before, after) if part is not None)
             for key, digits in (("mean_predicted", 3), ("ece", 4), ("auc", 3), ("brier", 3))
         ]
-        temperature = _number(None if after is None else found["temperatures"][slot])
-        lines.append([str(slot + 1), str(rounds), temperature, _number(before["mean_survived"][slot], 3), *pairs])
+        scaling = "-" if after is None else ", ".join(_number(values[slot]) for values in found["scaling"].values())
+        lines.append([str(slot + 1), str(rounds), scaling, _number(before["mean_survived"][slot], 3), *pairs])
     return [
         "",
         f"Confidence that a block survives its k-th draft, over {found['rounds']} measured rounds at temperature "
@@ -242,8 +263,20 @@ SERVE = {
 }
 
 
+CALIBRATED = (
+    "`calibration.json` holds a temperature for each draft token, which divides the logit of its confidence before "
+    "those of a block are multiplied; SGLang reads it by `--speculative-dspark-confidence-sts-path`.\n\n"
+)
+
+
 def model_card(
-    summary: Mapping[str, Any], drafter: str, target: str, provenance: Mapping[str, Any], *, engine: str
+    summary: Mapping[str, Any],
+    drafter: str,
+    target: str,
+    provenance: Mapping[str, Any],
+    *,
+    engine: str,
+    calibrated: bool = False,
 ) -> str:
     """README.md of an exported folder: what it is, how to serve it, what was measured, where it comes from."""
     if engine not in SERVE:
@@ -254,7 +287,7 @@ def model_card(
         f"# {drafter} drafter for {target}\n\n"
         f"A speculative-decoding drafter trained with Draftsmith. It proposes tokens that {target} verifies, so the "
         "target's output distribution is unchanged.\n\n"
-        f"## Serving\n\n```\n{SERVE[engine]}\n```\n\n"
+        f"## Serving\n\n```\n{SERVE[engine]}\n```\n\n{CALIBRATED if calibrated else ''}"
         f"## Measured\n\n{measured}\n"
         f"## Provenance\n\ncommit {provenance.get('git_commit', 'unknown')}; {versions or 'versions unknown'}\n\n"
         f"command: `{provenance.get('command', 'unknown')}`\n"

@@ -30,13 +30,21 @@ ASYNC = ScheduleName["async"]
 
 
 @dataclass(frozen=True)
+class Scaling:
+    """Of each slot's confidence: its logit is divided by a temperature, and a bias is added."""
+
+    temperatures: tuple[float, ...]
+    biases: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Schedule:
     """Options of a schedule. All but fixed need a drafter with a confidence head, algorithm1 and async a cost table."""
 
     name: ScheduleName
     threshold: float
     costs: CostTable | None = None
-    temperatures: tuple[float, ...] | None = None  # of each slot's confidence, as calibrated; None = as they are
+    scaling: Scaling | None = None  # of confidences, where calibrated
     gate: bool = False  # draft only where confidences of two rounds ago say that it pays
 
     def __post_init__(self) -> None:
@@ -78,7 +86,7 @@ class Scheduler:
             return proposal.lengths
         if proposal.confidence is None:
             raise ValueError(f"schedule={name} needs a drafter with a confidence head; use schedule=fixed")
-        confidence = calibrated(proposal.confidence, self.schedule.temperatures)
+        confidence = calibrated(proposal.confidence, self.schedule.scaling)
         survival = confidence.double().cumprod(1)
         slots = torch.arange(survival.shape[1], device=survival.device)
         survival = survival.masked_fill(slots >= proposal.lengths[:, None], 0.0)
@@ -141,12 +149,13 @@ class Scheduler:
         return [mean if row is None else row for row in found]
 
 
-def calibrated(confidence: Tensor, temperatures: Sequence[float] | None) -> Tensor:
-    """Confidences [B, K] with their logits divided by the temperature of each slot."""
-    if temperatures is None:
+def calibrated(confidence: Tensor, scaling: Scaling | None) -> Tensor:
+    """Confidences [B, K] with `scaling`, float64 then."""
+    if scaling is None:
         return confidence
-    divisors = torch.tensor(temperatures[: confidence.shape[1]], dtype=torch.float64, device=confidence.device)
-    return torch.sigmoid(torch.logit(confidence.double()) / divisors)
+    numbers = (scaling.temperatures, scaling.biases)
+    divisors, biases = torch.tensor(numbers, dtype=torch.float64, device=confidence.device)[:, : confidence.shape[1]]
+    return torch.sigmoid(torch.logit(confidence.double()) / divisors + biases)
 
 
 def algorithm1(survival: Sequence[Sequence[float]], steps_per_second: Callable[[int], float]) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 
 from eval.costs import CostTable
 from eval.decode import Generation, Round
-from eval.schedule import ASYNC, Schedule, ScheduleName, Scheduler
+from eval.schedule import ASYNC, Scaling, Schedule, ScheduleName, Scheduler
 from models.base import Proposal
 
 WARM_UP = 10  # rounds that are not counted: schedules that look back have no past in the first ones
@@ -92,7 +92,7 @@ def compare(
     costs: CostTable,
     loads: Sequence[int],
     *,
-    temperatures: tuple[float, ...] | None,
+    scaling: Scaling | None,
     threshold: float,
     num_rounds: int,
 ) -> dict[str, list[Load]]:
@@ -102,7 +102,7 @@ def compare(
     plans = {"vanilla": (plain, 0)} | {f"fixed {k}": (plain, k) for k in range(1, full + 1)}
     for name in (ScheduleName.confidence, ScheduleName.algorithm1, ASYNC):
         for gate in (False, True):
-            schedule = Schedule(name, threshold, costs, temperatures, gate)
+            schedule = Schedule(name, threshold, costs, scaling, gate)
             plans[f"{name}{', gate' if gate else ''}"] = (schedule, full)
     return {
         name: [

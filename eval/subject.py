@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from eval.calibrate import load_temperatures
+from eval.calibrate import load_scaling
+from eval.schedule import Scaling
 from models.base import Drafter, Proposer
 from models.checkpoint import CONFIG, WEIGHTS, check_target, load_drafter, resolve_folder
 from models.files import read_json, sha256_file, sha256_text
@@ -27,7 +28,7 @@ class Subject:
     slot_layout: str | None
     fingerprint: str
     folder: Path | None = None  # of a drafter
-    temperatures: tuple[float, ...] | None = None  # of its confidences, where calibrated
+    scaling: Scaling | None = None  # of its confidences, where calibrated
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -61,9 +62,9 @@ def load_subject(draft: str, config: TargetConfig, identity: TargetIdentity, dev
     check_target(folder, drafter, config, identity)
     name = type(drafter).__name__.lower()
     layout = None if drafter.slot_layout is None else str(drafter.slot_layout)
-    temperatures = load_temperatures(folder, drafter.num_draft_tokens)
+    scaling = load_scaling(folder, drafter.num_draft_tokens)
     fingerprint = sha256_file(folder / WEIGHTS)
-    return Subject(name, drafter, layout, fingerprint, folder, temperatures)
+    return Subject(name, drafter, layout, fingerprint, folder, scaling)
 
 
 def is_language_model(draft: str) -> bool:

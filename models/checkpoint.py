@@ -24,6 +24,7 @@ from models.target import TargetConfig, TargetIdentity, load_spec
 
 FORMAT_VERSION = 2
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CALIBRATION = "calibration.json"  # beside the weights: what eval/calibrate.py found
 
 
 @dataclass(frozen=True)

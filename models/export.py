@@ -1,6 +1,6 @@
 """Drafters in an engine's layout: what engines load, written from `Drafter.serving` and read back."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from models.base import Drafter
-from models.checkpoint import CONFIG, WEIGHTS, load_drafter
+from models.checkpoint import CALIBRATION, CONFIG, WEIGHTS, load_drafter
 from models.files import write_atomic, write_json, write_text
 from models.gguf import write_gguf_drafter
 from models.spec import TargetSpec
@@ -36,14 +36,20 @@ def export_drafter(
     dtype: torch.dtype,
     card: str,
     tokens: Sequence[str | None] = (),  # of the target, by id; only GGUF lists them
+    calibration: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the model card README.md and the drafter: `<drafter>.gguf`, or config.json and model.safetensors.
+    """Write the model card README.md and the drafter: `<drafter>.gguf`, or config.json and model.safetensors; beside it
+    calibration.json, the temperatures of its confidences, where it has been calibrated.
 
     What was written is re-read and compared with the drafter before this returns.
     """
     foreign = next(folder.glob(CONFIG if engine == "gguf" else "*.gguf"), None)
     if foreign is not None:
         raise ValueError(f"out={folder} holds {foreign.name}, made for another engine: choose a folder for this one")
+    if calibration is not None:
+        write_json(folder / CALIBRATION, calibration)
+    else:
+        (folder / CALIBRATION).unlink(missing_ok=True)  # of what was exported here before
     if engine == "gguf":
         path = folder / f"{type(drafter).__name__.lower()}.gguf"
         write_gguf_drafter(drafter, path, dtype=dtype, tokens=tokens)

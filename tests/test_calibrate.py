@@ -7,59 +7,87 @@ import numpy as np
 import pytest
 
 from eval.calibrate import (
-    CALIBRATION,
     Recorded,
     area_under_curve,
     assess,
     calibration_error,
-    fit_temperatures,
-    load_temperatures,
+    calibration_file,
+    fit_scaling,
+    load_scaling,
     recorded,
     scaled,
 )
 from eval.decode import Generation, Round
+from eval.schedule import Scaling
+from models.checkpoint import CALIBRATION
 from models.files import write_json
 
 TRUE = [1.6, 0.7, 2.2]  # the temperatures that were left out of the confidences
 
 
-def rounds_of(num_rounds: int, seed: int, temperatures: list[float] = TRUE) -> Recorded:
-    """Drafts that are accepted with the confidences that the temperatures would give."""
+NONE = [0.0] * 3
+BIASES = [-0.8, 0.3, -0.5]
+
+
+def rounds_of(num_rounds: int, seed: int, temperatures: list[float] = TRUE, biases: list[float] = NONE) -> Recorded:
+    """Drafts that are accepted with the confidences that the scaling would give."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(1.0, 2.0, size=(num_rounds, len(temperatures)))
-    chances = 1 / (1 + np.exp(-logits / np.array(temperatures)))
+    chances = 1 / (1 + np.exp(-logits / np.array(temperatures) - np.array(biases)))
     survived = np.cumprod(rng.random(chances.shape) < chances, axis=1).astype(np.float64)
     return Recorded(1 / (1 + np.exp(-logits)), survived, np.ones_like(survived, dtype=bool))
 
 
-def test_the_temperatures_that_were_left_out_are_found_and_calibrate_other_rounds() -> None:
-    fitted, held_out = fit_temperatures(rounds_of(40_000, 0)), rounds_of(40_000, 1)
-    assert fitted == pytest.approx(TRUE, rel=0.15)
+@pytest.mark.parametrize("biases", [None, BIASES])
+def test_the_scaling_that_was_left_out_is_found_and_calibrates_other_rounds(biases: list[float] | None) -> None:
+    rounds, held_out = (rounds_of(20_000, seed, TRUE, biases or NONE) for seed in (0, 1))
+    fitted = fit_scaling(rounds, with_biases=biases is not None)
+    assert fitted.temperatures == pytest.approx(TRUE, rel=0.2)
+    assert fitted.biases == (pytest.approx(biases, abs=0.15) if biases else (0.0, 0.0, 0.0))
     before, after = assess(held_out), assess(held_out, fitted)
-    assert max(after.ece) < 0.012 < min(before.ece[0], before.ece[2])
-    assert after.to_dict()["mean_ece"] < 0.3 * before.to_dict()["mean_ece"]
+    assert max(after.ece) < 0.015 < min(before.ece[0], before.ece[2])
+    assert after.to_dict()["mean_ece"] < 0.4 * before.to_dict()["mean_ece"]
     assert sum(after.brier) < sum(before.brier)
     assert after.auc == pytest.approx(before.auc, abs=0.02)  # the order within a slot hardly changes
 
 
+def test_a_head_that_is_sure_of_too_much_needs_biases() -> None:
+    rounds, held_out = (rounds_of(10_000, seed, [1.0] * 3, [-1.5] * 3) for seed in (2, 3))
+    alone, both = (assess(held_out, fit_scaling(rounds, with_biases=bias)).ece[0] for bias in (False, True))
+    assert both < 0.02 < 0.1 < alone
+
+
 def test_slots_are_fitted_left_to_right() -> None:
     """The error of a slot's product is least given the slots before it."""
-    rounds = rounds_of(20_000, 2)
-    fitted = fit_temperatures(rounds)
-    for slot, other in itertools.product(range(3), (0.8, 1.25)):
-        changed = [*fitted[:slot], fitted[slot] * other, *fitted[slot + 1 :]]
-        assert assess(rounds, fitted).ece[slot] <= assess(rounds, changed).ece[slot] + 1e-9
+    rounds = rounds_of(10_000, 2)
+    fitted = fit_scaling(rounds, with_biases=False)
+    for slot, factor in itertools.product(range(3), (0.8, 1.25)):
+        changed = tuple(t * factor if k == slot else t for k, t in enumerate(fitted.temperatures))
+        assert assess(rounds, fitted).ece[slot] <= assess(rounds, Scaling(changed, fitted.biases)).ece[slot] + 1e-9
     # a fault in an early slot is made good by the later ones, not by itself
     early = Recorded(np.where(np.arange(3) == 0, 0.999, rounds.confidence), rounds.survived, rounds.known)
-    assert fit_temperatures(early)[0] > 2 and fit_temperatures(early)[1] != pytest.approx(fitted[1], rel=0.05)
+    again = fit_scaling(early, with_biases=False).temperatures
+    assert again[0] > 2 and again[1] != pytest.approx(fitted.temperatures[1], rel=0.05)
 
 
-def test_a_slot_with_one_outcome_only_keeps_its_confidence() -> None:
+@pytest.mark.parametrize("with_biases", [False, True])
+def test_a_slot_with_one_outcome_only_keeps_its_confidence(with_biases: bool) -> None:
     rounds = rounds_of(500, 3)
-    always = Recorded(rounds.confidence, np.ones_like(rounds.survived), rounds.known)
-    assert fit_temperatures(always) == [1.0] * 3
-    unknown = Recorded(rounds.confidence, rounds.survived, np.zeros_like(rounds.known))
-    assert fit_temperatures(unknown) == [1.0] * 3
+    for survived, known in (
+        (np.ones_like(rounds.survived), rounds.known),
+        (rounds.survived, np.zeros_like(rounds.known)),
+    ):
+        found = fit_scaling(Recorded(rounds.confidence, survived, known), with_biases=with_biases)
+        assert found == Scaling((1.0,) * 3, (0.0,) * 3)
+
+
+def test_confidences_of_certainty_stay_within_the_range_of_biases() -> None:
+    """No finite bias makes sure drafts fail or impossible ones survive; the nearest is taken."""
+    rng = np.random.default_rng(0)
+    outcomes = (rng.random((200, 1)) < 0.5).astype(np.float64)
+    for confidence in (0.0, 1.0):
+        rounds = Recorded(np.full((200, 1), confidence), outcomes, np.ones((200, 1), dtype=bool))
+        assert np.isfinite(assess(rounds, fit_scaling(rounds, with_biases=True)).ece[0])
 
 
 def test_calibration_error_by_hand() -> None:
@@ -102,17 +130,36 @@ def test_measures_are_of_the_rounds_that_proposed_a_slot() -> None:
 
 
 def test_temperatures_divide_logits_and_pass_certainties() -> None:
-    assert scaled(np.array([[0.9, 0.5, 1.0]]), [2.0, 3.0, 1.0])[0] == pytest.approx([0.75, 0.5, 1.0], abs=1e-6)
+    scaling = Scaling((2.0, 3.0, 1.0), (0.0, 1.0, -1.0))
+    expected = [0.75, 1 / (1 + np.exp(-1)), 1.0]
+    assert scaled(np.array([[0.9, 0.5, 1.0]]), scaling)[0] == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("found", [[1.0, 2.0], [1.0, 2.0, 0.0], "1", None])
 def test_temperatures_of_another_drafter_are_refused(tmp_path: Path, found: object) -> None:
-    assert load_temperatures(tmp_path, 3) is None
+    assert load_scaling(tmp_path, 3) is None
     write_json(tmp_path / CALIBRATION, {"temperatures": found})
-    with pytest.raises(ValueError, match=r"calibration\.json: temperatures=.* must be 3 positive numbers"):
-        load_temperatures(tmp_path, 3)
+    with pytest.raises(ValueError, match=r"calibration\.json: temperatures=.* must be 3 numbers"):
+        load_scaling(tmp_path, 3)
 
 
-def test_temperatures_are_read_where_they_were_written(tmp_path: Path) -> None:
-    write_json(tmp_path / CALIBRATION, {"temperatures": [1, 2.5]})
-    assert load_temperatures(tmp_path, 2) == (1.0, 2.5)
+@pytest.mark.parametrize("biases", [[1.0, 2.0], [0, "1", 0], None])
+def test_biases_of_another_drafter_are_refused(tmp_path: Path, biases: object) -> None:
+    scaling = {"temperatures": [1.0] * 3, "biases": biases}
+    write_json(tmp_path / CALIBRATION, {"temperatures": [1.0] * 3, "scaling": scaling})
+    with pytest.raises(ValueError, match=r"calibration\.json: biases=.* must be 3 numbers"):
+        load_scaling(tmp_path, 3)
+
+
+def test_a_scaling_is_read_where_it_was_written(tmp_path: Path) -> None:
+    write_json(tmp_path / CALIBRATION, {"temperatures": [1, 2.5]})  # a file of SGLang's
+    assert load_scaling(tmp_path, 2) == Scaling((1.0, 2.5), (0.0, 0.0))
+    rounds = rounds_of(2_000, 4, TRUE, BIASES)
+    for with_biases in (False, True):
+        written = calibration_file(rounds, with_biases=with_biases, dataset="mine")
+        write_json(tmp_path / CALIBRATION, written)
+        alone = fit_scaling(rounds, with_biases=False)
+        assert load_scaling(tmp_path, 3) == fit_scaling(rounds, with_biases=with_biases)
+        assert written["temperatures"] == list(alone.temperatures)
+        assert (written["dataset"], written["num_samples"]) == ("mine", 2_000)
+        assert written["ece_before"] == assess(rounds).ece and written["ece_after"] == assess(rounds, alone).ece

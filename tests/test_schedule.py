@@ -15,6 +15,7 @@ from eval.costs import CostTable, levelled
 from eval.schedule import (
     ASYNC,
     PROBE_ROUNDS,
+    Scaling,
     Schedule,
     ScheduleName,
     Scheduler,
@@ -122,7 +123,7 @@ def test_algorithm1_admits_by_survival_and_stops_at_the_first_that_does_not_pay(
     assert algorithm1(survival, lambda n: speeds[n - 1]) == algorithm1_slowly(survival, lambda n: speeds[n - 1])
 
 
-@given(survivals(), st.lists(st.floats(0.1, 2.0), min_size=24, max_size=24))
+@given(survivals(), st.lists(st.floats(0.1, 2.0), min_size=25, max_size=25))
 def test_the_best_capacity_is_the_best_of_all(survival: list[list[float]], costs: list[float]) -> None:
     ordered = sorted((value for row in survival for value in row if value), reverse=True)
     rates = [(len(survival) + sum(ordered[:n])) / costs[len(survival) + n] for n in range(len(ordered) + 1)]
@@ -240,9 +241,9 @@ def test_the_gate_keeps_drafting_where_it_pays() -> None:
 
 def test_temperatures_divide_the_logits_of_their_slots() -> None:
     confidence = torch.tensor([[0.5, 0.9, 0.9]])
-    found = calibrated(confidence, [3.0, 2.0, 0.5])
+    found = calibrated(confidence, Scaling((3.0, 2.0, 0.5), (0.0, 0.0, 0.0)))
     assert found.tolist()[0] == pytest.approx([0.5, 0.75, 81 / 82], rel=1e-6)
-    schedule = Schedule(ScheduleName.confidence, 0.8, temperatures=(1.0, 2.0, 0.5))
+    schedule = Schedule(ScheduleName.confidence, 0.8, scaling=Scaling((1.0, 2.0, 0.5), (0.0, 0.0, 0.0)))
     assert lengths_of(schedule, proposal_of([[0.9, 0.9, 0.9]], [3], 3)).tolist() == [1]
 
 

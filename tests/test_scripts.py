@@ -103,10 +103,17 @@ def test_eval_calibrates_schedules_and_simulates(
     first += ["simulate.num_rounds=20", "calibrate.enabled=true", "calibrate.num_prompts=8"]
     shown = script("eval", *first)
     report = json.loads((tmp_path / "first" / "eval" / "report.json").read_text())
-    temperatures = json.loads((draft / "calibration.json").read_text())["temperatures"]
+    calibration = json.loads((draft / "calibration.json").read_text())
     num_drafts = report["num_draft_tokens"]
-    assert len(temperatures) == num_drafts == len(report["calibration"]["after"]["ece"])
-    assert report["calibration"]["temperatures"] == temperatures
+    assert len(calibration["temperatures"]) == num_drafts == len(report["calibration"]["after"]["ece"])
+    assert report["calibration"]["scaling"] == calibration["scaling"]
+    assert "<svg" in (tmp_path / "first" / "eval" / "reliability.svg").read_text()
+    exported = tmp_path / "exported"
+    script("export", f"output_dir={tmp_path}", f"draft={draft}", f"out={exported}")
+    assert json.loads((exported / "calibration.json").read_text()) == calibration
+    assert "--speculative-dspark-confidence-sts-path" in (exported / "README.md").read_text()
+    script("export", f"output_dir={tmp_path}", f"draft={finished_run / 'checkpoints'}", f"out={exported}")
+    assert not (exported / "calibration.json").exists()
     assert "before and after calibration" in shown and "Simulated tokens a second" in shown
     schedules = report["simulation"]["schedules"]
     assert {"vanilla", "fixed 1", "confidence", "algorithm1", "async, gate"} < schedules.keys()

@@ -54,7 +54,7 @@ def test_schedules_lose_to_no_fixed_length_and_with_the_gate_not_to_plain_decodi
     costs: tuple[float, float, float],
 ) -> None:
     loads = [1, 4, 16, 64]
-    found = compare(recorded_runs(1), costs_of(*costs), loads, temperatures=None, threshold=0.5, num_rounds=150)
+    found = compare(recorded_runs(1), costs_of(*costs), loads, scaling=None, threshold=0.5, num_rounds=150)
     rates = {name: [load.tokens_per_second for load in rows] for name, rows in found.items()}
     for place in range(len(loads)):
         best_fixed = max(rates[f"fixed {k}"][place] for k in range(1, K + 1))
@@ -70,7 +70,7 @@ def test_schedules_lose_to_no_fixed_length_and_with_the_gate_not_to_plain_decodi
 
 def test_the_budget_falls_with_the_load() -> None:
     found = compare(
-        recorded_runs(2), costs_of(1.0, 0.05, 0.1), [1, 16, 64], temperatures=None, threshold=0.5, num_rounds=100
+        recorded_runs(2), costs_of(1.0, 0.05, 0.1), [1, 16, 64], scaling=None, threshold=0.5, num_rounds=100
     )
     for name in ("algorithm1", "async"):
         budgets = [load.drafts_per_request for load in found[name]]

@@ -7,7 +7,6 @@ of several rounds in which all take turns. Needs the demo's drafter (`make demo`
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,15 @@ from tests.bench_extract import embedded_target
 from tests.bench_setting import fastest
 from tests.huggingface_loop import decode_greedily
 
-DEMO = Path(__file__).parents[1] / "outputs" / "demo" / "checkpoints"
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "outputs" / "demo" / "checkpoints"
 NUM_PROMPTS, NUM_TOKENS, ROUNDS = 8, 48, 2
 BATCHES = (1, 8)
 
 
-def settings(batch_size: int, num_draft_tokens: int) -> DecodeConfig:
+def settings(batch_size: int, num_draft_tokens: int, *, max_new_tokens: int = NUM_TOKENS) -> DecodeConfig:
     return DecodeConfig(
-        max_new_tokens=NUM_TOKENS,
+        max_new_tokens=max_new_tokens,
         batch_size=batch_size,
         num_draft_tokens=num_draft_tokens,
         rule=Rule.ratio,
@@ -94,7 +94,7 @@ def compare(
     works = {"generate": generate, "loop": loop("loop", 0), f"loop K={full}": loop(f"loop K={full}", full)}
     lines, chosen = [], {}
     for batch_size in BATCHES:
-        asked = replace(settings(batch_size, full), max_new_tokens=NUM_TOKENS // 2)
+        asked = settings(batch_size, full, max_new_tokens=NUM_TOKENS // 2)
         choice = choose_num_draft_tokens(target, drafter, prompts, asked)
         chosen[batch_size] = choice.num_draft_tokens
         for length in sorted({0, chosen[batch_size], full}):

@@ -1,6 +1,7 @@
 """Training steps at a vocabulary of 151,936 against dense logits and against bare matrix products: `make bench`.
 
-More rows are of extraction (tests/bench_extract.py) and packing (tests/bench_packing.py).
+More rows are of extraction (tests/bench_extract.py), decoding (tests/bench_decoding.py) and packing
+(tests/bench_packing.py).
 
 dense: the same drafter and batch, but one plain autograd pass over the logits of every slot (EAGLE-3: every position),
 as the reference computes them, without metrics. floor: only the products that no way around exists for, forward and
@@ -24,7 +25,7 @@ from models.dspark import DSpark
 from models.eagle3 import Eagle3, Eagle3Config
 from models.losses import LossWeights
 from models.vocab_loss import vocab_loss
-from tests import bench_extract, bench_packing
+from tests import bench_decoding, bench_extract, bench_packing
 from tests.bench_setting import HIDDEN_SIZE, LAYER_IDS, SPEC, VOCAB_SIZE, dspark_config, fastest
 
 NUM_TOKENS, NUM_DRAFTS, ROUNDS = 512, 7, 5
@@ -220,10 +221,12 @@ def memory_row(name: str, work: Callable[[], Any]) -> dict[str, Any]:
 def main() -> None:
     torch.set_num_threads(2)
     extraction, lengths = bench_extract.measure()
+    decoding, decoding_lines = bench_decoding.measure()
     packing, more_lines = bench_packing.packing_row(SPEC)
-    lines = [*lengths, *more_lines, *growth_lines(bench_packing.growth(SPEC))]
+    lines = [*lengths, *decoding_lines, *more_lines, *growth_lines(bench_packing.growth(SPEC))]
     results = [
         extraction,
+        *decoding,
         packing,
         measure("dspark", dspark(), dense_dspark, floor_dspark),
         more_rows("dspark, 4x rows", dspark(num_rows=4)),

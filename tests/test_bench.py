@@ -2,13 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from eval.decode import decode
+from models.dspark import DSpark
 from models.target import Target, TargetConfig
-from tests import bench_extract, bench_losses, bench_packing
+from tests import bench_decoding, bench_extract, bench_losses, bench_packing
+from tests.huggingface_loop import decode_greedily
 
 
 @pytest.mark.parametrize(
@@ -86,3 +91,45 @@ def test_growth_is_told_beside_the_first_row_of_its_kind() -> None:
     ]
     lines = bench_losses.growth_lines(rows)
     assert [line.split(", ")[1] for line in lines] == ["1.00 of 1x", "0.75 of 1x", "1.00 of 1x"]
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 2, 4])
+def test_the_loop_over_single_sequences_is_plain_decoding_and_this_runtimes_rounds(
+    tiny_target: Target, tiny_target_config: TargetConfig, tiny_dspark: DSpark, tiny_prompts: Any, num_draft_tokens: int
+) -> None:
+    """What the benchmark compares speeds with decodes what is decoded here, in as many forward passes."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_config.path, dtype=torch.float32)
+    config = bench_decoding.settings(1, num_draft_tokens, max_new_tokens=12)
+    ours = decode(tiny_target, tiny_dspark, tiny_prompts, config).generations
+    stops, calls = tiny_target.spec.eos_token_ids, list[int]()
+    with model.register_forward_pre_hook(lambda *_: calls.append(1)):
+        for prompt, generation in zip(tiny_prompts, ours, strict=True):
+            options = {"max_new_tokens": 12, "num_draft_tokens": num_draft_tokens, "eos_token_ids": stops}
+            assert decode_greedily(model, tiny_dspark, prompt, **options) == generation.tokens
+    assert len(calls) == sum(1 + len(generation.rounds) for generation in ours)
+
+
+def test_the_rows_of_decoding_compare_equal_outputs(
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_target: Target,
+    tiny_target_config: TargetConfig,
+    tiny_dspark: DSpark,
+    tiny_prompts: list[list[int]],
+) -> None:
+    monkeypatch.setattr(bench_decoding, "ROUNDS", 1)
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_config.path, dtype=torch.float32)
+    rows, lines = bench_decoding.compare(tiny_target, tiny_dspark, model, tiny_prompts[:3])
+    assert [row["name"] for row in rows] == ["decode, batch 1", "decode, batch 8"]
+    assert all(row["ours_s"] > 0 and row["dense_s"] > 0 and row["floor_s"] > 0 for row in rows)
+    assert sum("of the loop's speed with the same drafter" in line for line in lines) == 2
+    monkeypatch.setattr(bench_decoding, "decode_greedily", lambda *_, **__: [0])
+    with pytest.raises(AssertionError, match="loop gives other tokens than generate"):
+        bench_decoding.compare(tiny_target, tiny_dspark, model, tiny_prompts[:3])
+
+
+def test_decoding_is_not_measured_without_a_drafter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench_decoding, "DEMO", tmp_path / "none")
+    assert bench_decoding.measure() == (
+        [],
+        [f"decoding: not measured, {tmp_path / 'none'} holds no drafter (make demo)"],
+    )

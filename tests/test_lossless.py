@@ -228,7 +228,10 @@ def named(cell: tuple[Any, ...]) -> str:
     return "-".join(str(level) for level in cell)
 
 
-@pytest.mark.parametrize("cell", COVERING[::10], ids=named)
+SOME = [*[cell for cell in COVERING if cell[4] == 4][::5], next(cell for cell in COVERING if cell[4] == 1)]
+
+
+@pytest.mark.parametrize("cell", SOME, ids=named)
 def test_the_loop_follows_the_target_under_some_settings(cell: tuple[Any, ...]) -> None:
     """Some 5,000 rounds each, by the loop's own batches."""
     assert cell_p_value(cell, num_rows=2_500) > PASSES / len(COVERING)
@@ -240,7 +243,7 @@ def test_the_loop_follows_the_target_under_every_pair_of_settings(cell: tuple[An
     assert cell_p_value(cell, num_rows=5_000) > PASSES / len(COVERING)
 
 
-FEW = [("ratio", "other"), ("ratio", "one_hot"), ("match", "other"), ("top_p", "top3"), ("confidence", "other")]
+FEW = [("ratio", "other"), ("match", "parallel"), ("top_p", "top3")]
 
 
 @pytest.mark.parametrize(("options", "drafter"), FEW)
@@ -332,6 +335,7 @@ def test_the_ratio_rule_accepts_more_than_the_match_rule_of_a_soft_target() -> N
     assert accepted[Rule.ratio] > 1.1 * accepted[Rule.match]
 
 
+@pytest.mark.slow
 def test_a_retrospective_schedule_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks over the whole curve with this round's confidences, which know the tokens that it cuts away."""
 

@@ -271,9 +271,9 @@ def tree_config(policy: TreePolicy = POLICY, **changes: Any) -> DecodeConfig:
 def test_a_tree_gives_the_vanilla_sample(
     tiny_target: Target, eagle3: Eagle3, tiny_prompts: list[list[int]], policy: TreePolicy, sampling: Any
 ) -> None:
-    """The noise of a position decides, whatever stood in the tree; in batches of 1, 3 and 12."""
+    """The noise of a position decides, whatever stood in the tree; in batches of 3 and 12."""
     vanilla = decode(tiny_target, None, tiny_prompts, config_of(sampling=sampling, max_new_tokens=20)).generations
-    for batch_size in (1, 3, 12):
+    for batch_size in (3, 12):
         config = tree_config(policy, sampling=sampling, max_new_tokens=20, batch_size=batch_size)
         found = decode(tiny_target, eagle3, tiny_prompts, config).generations
         assert texts(found) == texts(vanilla)

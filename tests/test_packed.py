@@ -66,6 +66,12 @@ def test_gradients_flow_as_through_torchs_own() -> None:
     assert torch.equal(layer.weight.grad, own.weight.grad)
 
 
+def test_autocast_decides_on_types_as_it_does_of_torchs_own() -> None:
+    layer, x = Linear(6, 4), torch.randn(3, 6)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype is torch.bfloat16 and linear(x, layer.weight).dtype is torch.bfloat16
+
+
 def test_copies_conversions_and_state_are_those_of_an_ordinary_layer() -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 4))
     keys = list(model.state_dict())

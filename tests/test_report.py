@@ -139,6 +139,18 @@ def test_the_chosen_length_is_explained(chosen: int, words: str) -> None:
     assert words in text and "K=2: 2 + 5 ms for 3.00 tokens" in text
 
 
+def test_what_the_simple_formula_promised_stands_beside_what_was_measured() -> None:
+    """4 drafts: 0.2 s of drafting and 0.7 of verifying a second for 3 tokens; the row has 20 tokens in a second."""
+    keys = ("num_draft_tokens", "draft_ms", "verify_ms", "expected_tokens_per_round", "expected_tokens_per_second")
+    table = [dict(zip(keys, (k, 3.0, 7.0, 1.0 + k, 10.0 + 5 * k), strict=True)) for k in range(5)]
+    text = render(some_report(choice=LengthChoice(4, 8, table)))
+    line = next(line for line in text.splitlines() if line.startswith("At K=4 the simple formula"))
+    assert "predicts 3.00x vanilla (30.0 tokens/s" in line and "measured 2.00x (20.0 tokens/s" in line
+    assert "tau 3.00" in line
+    assert "simple formula" not in render(some_report(choice=LengthChoice(3, 8, table))), "no row at 3 drafts"
+    assert "simple formula" not in render(some_report(choice=LengthChoice(0, 8, table)))
+
+
 def test_the_summary_merges_seconds_and_the_largest_memory_of_all_stages(tmp_path: Path) -> None:
     stages = {"train": {"seconds": 10.0, "peak_rss_gib": 3.0}, "eval": {"seconds": 5.0, "peak_rss_gib": 1.0}}
     summary = write_summary(tmp_path, stages)

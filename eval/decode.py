@@ -300,7 +300,8 @@ class _Batch:
 
     def _propose(self) -> Proposal:
         run, ids = self.run, [generation.request_id for generation in self.rows if generation is not None]
-        if run.drafter is None or not run.scheduler.drafts(ids, self.config.num_draft_tokens):
+        length = 0 if run.drafter is None else run.scheduler.draft_length(ids, self.config.num_draft_tokens)
+        if run.drafter is None or not length:
             nothing = self.last[:, None][:, :0]
             return Proposal(nothing, torch.zeros(*nothing.shape, 1, device=nothing.device), torch.zeros_like(self.last))
         # a draft that would stand at the end of the context could not be followed by anything
@@ -312,7 +313,7 @@ class _Batch:
             is_inside = depths(proposal.parents) <= room[:, None]
             proposal.lengths = torch.minimum(proposal.lengths, is_inside.long().cumprod(1).sum(1))
             return proposal
-        proposal = run.drafter.propose(self.state, self.last, self.sampler, self.config.num_draft_tokens)
+        proposal = run.drafter.propose(self.state, self.last, self.sampler, length)
         proposal.lengths = torch.minimum(run.scheduler.lengths(proposal, ids), room)
         return proposal
 

@@ -10,7 +10,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +21,8 @@ from eval.costs import CostTable
 from models.base import Proposal
 
 STALE_ROUNDS = 2  # age of the confidences that decide on a whole round: those of the last one may still be computed
-PROBE_SHARE, PROBE_ROUNDS = 0.01, 256  # of the time, to see by a draft whether it pays by now; rounds at most between
+PROBE_SHARE, PROBE_ROUNDS = 0.01, 256  # of the time, to see by a full draft whether it pays by now; rounds between
+MEAN_SHARE = 0.1  # of a round in what is known of the mean confidences
 
 
 # fixed: every drafted token. confidence: up to the first slot whose confidence is under the threshold. algorithm1: the
@@ -46,11 +49,17 @@ class Schedule:
     costs: CostTable | None = None
     scaling: Scaling | None = None  # of confidences, where calibrated
     gate: bool = False  # draft only where confidences of two rounds ago say that it pays
+    # algorithm1 and async also draft no more than paid two rounds ago
 
     def __post_init__(self) -> None:
         needs_costs = self.gate or self.name in (ScheduleName.algorithm1, ASYNC)
         if needs_costs and self.costs is None:
             raise ValueError(f"schedule={self.name} with gate={str(self.gate).lower()} needs a cost table")
+
+
+class _Plan(NamedTuple):
+    rate: float
+    seconds: float
 
 
 @dataclass
@@ -59,25 +68,28 @@ class Scheduler:
 
     schedule: Schedule
     past: dict[int, deque[tuple[int, list[float]]]] = field(default_factory=dict)  # of requests: (round, survival)
+    mean: list[float] = field(default_factory=list)  # confidence of each slot over the requests of late
     round: int = 0
-    skipped: int = 0  # rounds without a draft since the last one with
+    shortened: int = 0  # rounds since the last one that drafted in full
 
-    def drafts(self, request_ids: Sequence[int], num_draft_tokens: int) -> bool:
-        """Begin a round; whether it should have a draft."""
+    def draft_length(self, request_ids: Sequence[int], num_draft_tokens: int) -> int:
+        """Begin a round; how many tokens to draft in it, of at most so many. By what was known two rounds ago: the
+        length at which most expected tokens a second come out, which the gate alone may set to none."""
         self.round += 1
-        costs = self.schedule.costs
-        if not self.schedule.gate or costs is None:
-            return True
+        costs, name = self.schedule.costs, self.schedule.name
+        cuts = name in (ScheduleName.algorithm1, ASYNC)
+        if costs is None or not (cuts or self.schedule.gate):
+            return num_draft_tokens
         known = self._stale(request_ids)
         if known is None:
-            return True
-        count, lengths = len(request_ids), self._planned(known, costs)
-        expected = count + sum(sum(row[:length]) for row, length in zip(known, lengths, strict=True))
-        seconds = self._seconds(count, count + sum(lengths), num_draft_tokens, costs)
-        plain = self._seconds(count, count, 0, costs)
-        is_due = self.skipped >= min(PROBE_ROUNDS, (seconds / plain - 1) / PROBE_SHARE)
-        self.skipped = 0 if is_due or expected / seconds > count / plain else self.skipped + 1
-        return self.skipped == 0
+            return num_draft_tokens
+        candidates = ([0] if self.schedule.gate else []) + (list(range(1, num_draft_tokens)) if cuts else [])
+        plans = {length: self._plan(known, length, costs) for length in [*candidates, num_draft_tokens]}
+        best = max(plans, key=lambda length: (plans[length].rate, length))
+        full, chosen = plans[num_draft_tokens].seconds, plans[best].seconds
+        is_due = self.shortened >= min(PROBE_ROUNDS, (full / chosen - 1) / PROBE_SHARE)
+        self.shortened = 0 if is_due or best == num_draft_tokens else self.shortened + 1
+        return best if self.shortened else num_draft_tokens
 
     def lengths(self, proposal: Proposal, request_ids: Sequence[int]) -> Tensor:
         """[B] int64 of this round's proposal."""
@@ -92,7 +104,7 @@ class Scheduler:
         survival = survival.masked_fill(slots >= proposal.lengths[:, None], 0.0)
         stale = self._stale(request_ids)
         rows = survival.tolist()
-        self._remember(request_ids, rows)
+        self._remember(request_ids, rows, confidence.double().mean(0).tolist())
         if name is ScheduleName.fixed:
             return proposal.lengths
         if name is ScheduleName.confidence:
@@ -112,6 +124,14 @@ class Scheduler:
     def forget(self, request_id: int) -> None:
         self.past.pop(request_id, None)
 
+    def _plan(self, known: list[list[float]], num_drafts: int, costs: CostTable) -> _Plan:
+        """What a round of so many drafts is worth: expected tokens a second, and its seconds."""
+        survival, count = [row[:num_drafts] for row in known], len(known)
+        lengths = self._planned(survival, costs) if num_drafts else [0] * count
+        expected = count + sum(sum(row[:length]) for row, length in zip(survival, lengths, strict=True))
+        seconds = self._seconds(count, count + sum(lengths), num_drafts, costs)
+        return _Plan(expected / seconds, seconds)
+
     def _planned(self, survival: list[list[float]], costs: CostTable) -> list[int]:
         """Lengths that this schedule would take of such survivals."""
         name, threshold = self.schedule.name, self.schedule.threshold
@@ -122,6 +142,9 @@ class Scheduler:
             return [next((k for k, c in enumerate(row) if c < threshold), len(row)) for row in confidences]
         return allocate(survival, self._capacity(survival, costs) - len(survival))
 
+    def _extended(self, survival: list[float]) -> list[float]:
+        return [*survival[:-1], *accumulate(self.mean[len(survival) :], mul, initial=survival[-1])]
+
     def _capacity(self, survival: list[list[float]], costs: CostTable) -> int:
         count, num_drafts = len(survival), len(survival[0])
         return best_capacity(survival, lambda tokens: self._seconds(count, tokens, num_drafts, costs))
@@ -131,17 +154,19 @@ class Scheduler:
         """Of a whole step: the draft is paid for, however few of its tokens are verified."""
         return costs.draft_seconds(count, num_drafts) + costs.verify_seconds(count, tokens)
 
-    def _remember(self, request_ids: Sequence[int], survival: list[list[float]]) -> None:
+    def _remember(self, request_ids: Sequence[int], survival: list[list[float]], mean: list[float]) -> None:
         for request, row in zip(request_ids, survival, strict=True):
             self.past.setdefault(request, deque(maxlen=STALE_ROUNDS + 1)).append((self.round, row))
+        kept = self.mean or mean
+        self.mean = [old + MEAN_SHARE * (new - old) for old, new in zip(kept, mean, strict=False)] + kept[len(mean) :]
 
     def _stale(self, request_ids: Sequence[int]) -> list[list[float]] | None:
-        """Each request's newest survival that is two rounds old or more; that of the others' mean where a request has
-        none yet; None where nobody has."""
+        """Each request's newest survival that is two rounds old or more, beyond what it drafted then by the mean
+        confidences of late; that of the others' mean where a request has none yet; None where nobody has."""
         found = []
         for request in request_ids:
             old = [row for number, row in self.past.get(request, ()) if number <= self.round - STALE_ROUNDS]
-            found.append(old[-1] if old else None)
+            found.append(self._extended(old[-1]) if old else None)
         known = [row for row in found if row is not None]
         if not known:
             return None

@@ -70,7 +70,7 @@ def simulate(
         rounds = [stream.next(rng) for stream in streams]
         lengths = [0] * num_requests
         if num_draft_tokens:
-            drafts = num_draft_tokens if scheduler.drafts(ids, num_draft_tokens) else 0
+            drafts = scheduler.draft_length(ids, num_draft_tokens)
             seconds += costs.draft_seconds(num_requests, drafts)
             lengths = scheduler.lengths(_proposal(rounds, drafts), ids).tolist() if drafts else lengths
         seconds += costs.verify_seconds(num_requests, num_requests + sum(lengths))

@@ -1,6 +1,7 @@
 """Proposal lengths against loops over slots, non-anticipation by enumeration, and the costs that decide them."""
 
 import itertools
+import math
 from collections.abc import Callable
 from itertools import accumulate
 
@@ -38,7 +39,7 @@ def proposal_of(confidences: list[list[float]] | None, lengths: list[int], num_d
 def lengths_of(schedule: Schedule, proposal: Proposal) -> Tensor:
     """Of a first round."""
     scheduler, requests = Scheduler(schedule), range(len(proposal.tokens))
-    assert scheduler.drafts(requests, proposal.tokens.shape[1])
+    assert scheduler.draft_length(requests, proposal.tokens.shape[1]) == proposal.tokens.shape[1]
     return scheduler.lengths(proposal, requests)
 
 
@@ -189,7 +190,7 @@ def test_a_cliff_in_the_costs_moves_the_cut(name: ScheduleName) -> None:
         costs = table(*[1.0 + 0.01 * k if k <= cliff else 100.0 for k in range(5)])
         scheduler = Scheduler(Schedule(name, 0.0, costs))
         for _ in range(4):
-            assert scheduler.drafts([7], 4)
+            assert scheduler.draft_length([7], 4) == 4
             lengths = scheduler.lengths(proposal_of([[0.9] * 4], [4], 4), [7])
         assert lengths.tolist() == [cliff]
 
@@ -198,7 +199,7 @@ def test_async_decides_by_what_was_known_two_rounds_ago() -> None:
     costs = table(*[1.0 + 0.3 * k for k in range(5)])
     scheduler, found = Scheduler(Schedule(ASYNC, 0.0, costs)), []
     for confidence in (0.95, 0.95, 0.95, 0.1, 0.1, 0.1, 0.1):
-        scheduler.drafts([3], 4)
+        scheduler.draft_length([3], 4)
         found.append(scheduler.lengths(proposal_of([[confidence] * 4], [4], 4), [3]).item())
     assert found == [4, 4, 4, 4, 4, 0, 0]
 
@@ -207,9 +208,9 @@ def test_async_gives_a_request_without_a_past_what_the_others_were_sure_of() -> 
     costs = CostTable([1, 2], [[0.0] * 3] * 2, [[1.0, 1.2, 1.4], [1.0, 1.2, 1.4]])
     scheduler = Scheduler(Schedule(ASYNC, 0.0, costs))
     for _ in range(3):
-        scheduler.drafts([0], 2)
+        scheduler.draft_length([0], 2)
         scheduler.lengths(proposal_of([[0.9, 0.9]], [2], 2), [0])
-    scheduler.drafts([0, 5], 2)
+    scheduler.draft_length([0, 5], 2)
     assert scheduler.lengths(proposal_of([[0.9, 0.9], [0.9, 0.9]], [2, 2], 2), [0, 5]).tolist() == [2, 2]
     scheduler.forget(0)
     assert 0 not in scheduler.past
@@ -225,9 +226,10 @@ def test_the_gate_stops_drafting_where_it_does_not_pay_and_looks_again(
     dear.draft[0][0] = 0.0
     scheduler, drafted = Scheduler(Schedule(name, 0.0, dear, gate=True)), []
     for _ in range(600):
-        drafted.append(scheduler.drafts([1], 2))
+        drafted.append(scheduler.draft_length([1], 2))
         if drafted[-1]:
             scheduler.lengths(proposal_of([[0.9, 0.9]], [2], 2), [1])
+    assert set(drafted) == {0, 2}
     assert [place for place, value in enumerate(drafted) if value] == [0, 1, *range(2 + wait, 600, 1 + wait)]
 
 
@@ -235,8 +237,36 @@ def test_the_gate_keeps_drafting_where_it_pays() -> None:
     cheap = table(1.0, 1.1, 1.2, draft=0.01)
     scheduler = Scheduler(Schedule(ScheduleName.fixed, 0.0, cheap, gate=True))
     for _ in range(40):
-        assert scheduler.drafts([1], 2)
+        assert scheduler.draft_length([1], 2) == 2
         assert scheduler.lengths(proposal_of([[0.9, 0.9]], [2], 2), [1]).tolist() == [2]
+
+
+@pytest.mark.parametrize("name", [ScheduleName.algorithm1, ASYNC])
+def test_no_more_is_drafted_than_paid_two_rounds_ago_but_now_and_then(name: ScheduleName) -> None:
+    """The third draft costs half a round and is never accepted: two are drafted, and three at times."""
+    costs = CostTable([1], [[0.0, 0.1, 0.2, 0.7]], [[1.0, 1.01, 1.02, 1.03]])
+    scheduler, drafted = Scheduler(Schedule(name, 0.0, costs)), []
+    for _ in range(200):
+        drafted.append(scheduler.draft_length([1], 3))
+        confidence = [[0.9, 0.8, 0.01][: drafted[-1]]]
+        lengths = scheduler.lengths(proposal_of(confidence, [drafted[-1]], drafted[-1]), [1])
+        assert lengths.tolist() == [min(2, drafted[-1])] or drafted[-1] == 3
+    wait = math.ceil((1.72 / 1.22 - 1) / 0.01)
+    assert drafted[:2] == [3, 3] and set(drafted[2:]) == {2, 3}
+    places = [place for place, length in enumerate(drafted) if length == 3]
+    assert places[2:] == list(range(2 + wait, 200, 1 + wait))
+
+
+def test_what_is_not_drafted_is_expected_as_it_was_of_late() -> None:
+    costs = CostTable([1], [[0.0] * 4], [[1.0, 1.1, 1.2, 1.3]])
+    scheduler = Scheduler(Schedule(ScheduleName.algorithm1, 0.0, costs))
+    for confidence in ([0.8, 0.5, 0.5], [0.6], [0.6]):
+        scheduler.draft_length([1], 3)
+        scheduler.lengths(proposal_of([confidence], [len(confidence)], len(confidence)), [1])
+    scheduler.round += 1
+    (known,) = scheduler._stale([1])  # type: ignore[misc]
+    assert known == pytest.approx([0.6, 0.3, 0.15])
+    assert scheduler.mean == pytest.approx([0.8 + 0.1 * -0.2 + 0.1 * (0.6 - 0.78), 0.5, 0.5])
 
 
 def test_temperatures_divide_the_logits_of_their_slots() -> None:

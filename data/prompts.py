@@ -1,7 +1,7 @@
 """Prompts: the project's own, filled from templates with a seed, and any source of prompts or chats."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Formatter
@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from omegaconf import OmegaConf
 
 from data.messages import Message, chat_field, chat_of
-from data.records import open_records, source_stem
+from data.records import Records, open_records, source_stem
 
 Split = Literal["train", "heldout"]
 
@@ -91,17 +91,28 @@ def read_source(source: str, domain: str | None = None, *, split: Split = "train
     the stem) and `split`; its group is its `group` or `template`. Raises ValueError naming file and line for a record
     that cannot be read or has no user turn.
     """
-    records, stem = open_records(source), source_stem(source)
+    return prompts_of(open_records(source), domain or source_stem(source), split=split)
+
+
+def prompts_of(
+    records: Records,
+    domain: str,
+    *,
+    split: Split = "train",
+    turns_of: Callable[[dict[str, Any], str], list[str]] | None = None,
+) -> list[SourcePrompt]:
+    """As `read_source`, of records that are open. `turns_of` makes the user turns of records in no known format."""
     found = []
-    for index, record in enumerate(records):
+    for index, raw in enumerate(records):
         where = records.where(index)
+        record = raw if turns_of is None else {"id": raw.get("id", ""), "turns": turns_of(raw, where)}
         chat = chat_of(record, where)
         if all(message["role"] != "user" for message in chat.messages):
             raise ValueError(f"{where}: the chat has no user turn, so there is nothing to answer")
         own_split = _split_field(record, where)
         prompt = Prompt(
             id=records.id_of(index, record),
-            domain=_text_field(record, "domain", where) or domain or stem,
+            domain=_text_field(record, "domain", where) or domain,
             split=own_split or split,
             messages=chat.messages,
             tools=chat.tools,

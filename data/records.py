@@ -76,7 +76,8 @@ def open_records(source: str) -> Records:
     if suffix not in _READERS:
         if Path(source).exists():
             raise ValueError(f"{source} is not a source: give a .jsonl, .json or .parquet file or a hub data set")
-        return _Table(source, _load_hub(source))
+        path, _, split = source.partition(":")
+        return open_hub(path, split or "train", source=source)
     if not Path(source).is_file():
         raise ValueError(f"no such file: {source}")
     return _READERS[suffix](source)
@@ -186,20 +187,21 @@ def _load_parquet(source: str) -> Records:
     return _Table(source, rows)
 
 
-def _load_hub(source: str) -> "Dataset":
+def open_hub(
+    path: str, split: str, *, name: str | None = None, data_files: str | None = None, source: str | None = None
+) -> Records:
+    """A split of a hub data set, of the configuration `name` or of some of its files; `source` names it in ids."""
     from datasets import Dataset, load_dataset
 
-    name, _, split = source.partition(":")
-    split = split or "train"
     try:
-        rows = load_dataset(name, split=split)
+        rows = load_dataset(path, name, split=split, data_files=data_files)
     except Exception as error:  # no access, no such set or split, a damaged file: some twenty kinds
         raise ValueError(
-            f"cannot load the hub data set {name!r}, split {split!r} ({_reason(error)});"
+            f"cannot load the hub data set {path!r}, split {split!r} ({_reason(error)});"
             " name one as owner/name:split, or give a .jsonl, .json or .parquet file"
         ) from error
     assert isinstance(rows, Dataset)
-    return rows
+    return _Table(source or f"{path}:{split}", rows)
 
 
 _READERS: dict[str, Callable[[str], Records]] = {".jsonl": _Lines, ".json": _List, ".parquet": _load_parquet}

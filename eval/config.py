@@ -1,12 +1,14 @@
 """Options of eval.py; conf/eval.yaml lists every value with a remark."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from data.generate import BuiltinPrompts
 from eval.schedule import ScheduleName
 from eval.subject import Subject
+from eval.tasks import DEEPSPEC_SEED, Protocol
 from eval.verify import Rule
+from models.target import TargetConfig
 
 
 @dataclass
@@ -48,6 +50,7 @@ class EvalConfig:
     draft: str
     compare: list[str]
     tasks: list[str]
+    protocol: Protocol
     prompts_dir: str | None
     num_prompts: int | None
     builtin: BuiltinPrompts
@@ -77,6 +80,14 @@ class EvalConfig:
     check_transformers: int
     feature_dtype: str | None
     cuda_graphs: bool
+
+
+def under_protocol(config: EvalConfig, target: TargetConfig) -> tuple[EvalConfig, TargetConfig]:
+    """Both with what the protocol fixes."""
+    if config.protocol is Protocol.own:
+        return config, target
+    fixed = {"temperature": 1.0, "max_new_tokens": 2048, "seed": DEEPSPEC_SEED}
+    return replace(config, **fixed), replace(target, thinking=False)
 
 
 def parse_temperatures(value: Any) -> list[float]:

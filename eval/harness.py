@@ -17,7 +17,7 @@ from data.generate import load_prompts
 from data.prompts import Prompt, builtin_prompts
 from eval.autotune import LengthChoice, choose_num_draft_tokens
 from eval.calibrate import assess, calibration_file, load_scaling, recorded
-from eval.config import EvalConfig, parse_length, parse_temperatures
+from eval.config import EvalConfig, parse_length, parse_temperatures, under_protocol
 from eval.costs import LOADS, CostTable, measure_costs
 from eval.decode import DecodeConfig, Generation, decode
 from eval.identity import identity_of
@@ -27,7 +27,7 @@ from eval.schedule import Schedule, ScheduleName
 from eval.simulate import compare
 from eval.stats import Pass
 from eval.subject import VANILLA, Subject, ngram
-from eval.tasks import load_tasks, render_prompts
+from eval.tasks import TaskOptions, load_tasks, render_prompts
 from eval.verify import Rule
 from models.base import TreeProposer
 from models.checkpoint import CALIBRATION
@@ -58,9 +58,11 @@ class Harness:
     def __init__(
         self, config: EvalConfig, target: Target, target_config: TargetConfig, tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        self.config, self.target, self.target_config, self.tokenizer = config, target, target_config, tokenizer
+        self.config, self.target_config = config, target_config = under_protocol(config, target_config)
+        self.target, self.tokenizer = target, tokenizer
         self.rounding = None if config.feature_dtype is None else find_codec(config.feature_dtype, "feature_dtype")
         self.folder = Path(config.output_dir) / "eval"
+        self.missing_tasks: list[str] = []
         self.prompts = {
             "main": self._load(config.tasks, config.num_prompts),
             "extra": self._load(config.extra_tasks, config.num_extra_prompts),
@@ -82,6 +84,7 @@ class Harness:
         plans = [*self._plans(subject, length, choice), *self._compared_plans(compared)]
         passes = [self._pass(plan) for plan in plans]
         report = build_report(passes, self._identities(passes), choice)
+        report["missing_tasks"] = self.missing_tasks
         report["calibration"] = calibration = self._calibration_report(subject, passes)
         if calibration is not None:
             write_text(self.folder / "reliability.svg", reliability_diagram(calibration))
@@ -216,7 +219,10 @@ class Harness:
     def _load(self, names: Sequence[str], num_prompts: int | None) -> list[Prompt]:
         if not names:
             return []
-        return load_tasks(names, self.config.builtin, prompts_dir=self.config.prompts_dir, num_prompts=num_prompts)
+        asked = self.config
+        found, missing = load_tasks(names, TaskOptions(asked.builtin, asked.prompts_dir, num_prompts, asked.protocol))
+        self.missing_tasks += missing
+        return [source.first_turn for source in found]
 
     def _render(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         return render_prompts(self.tokenizer, prompts, self.target_config.thinking)

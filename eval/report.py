@@ -85,6 +85,7 @@ def render(report: Mapping[str, Any]) -> str:
         *_table(main),
         "",
     ]
+    lines += [f"NOT MEASURED: {reason}." for reason in report.get("missing_tasks", [])]
     lines += ["Conditional acceptance: P(draft token k is accepted | those before it were), pooled:", ""]
     lines += [*_conditional_table(main), ""]
     if extra:
@@ -174,7 +175,9 @@ def _calibration_lines(found: Mapping[str, Any] | None) -> list[str]:
             " to ".join(_number(part[key][slot], digits) for part in (before, after) if part is not None)
             for key, digits in (("mean_predicted", 3), ("ece", 4), ("auc", 3), ("brier", 3))
         ]
-        scaling = "-" if after is None else ", ".join(_number(values[slot]) for values in found["scaling"].values())
+        scaling = "-"
+        if after is not None:
+            scaling = ", ".join(_number(found["scaling"][name][slot]) for name in ("temperatures", "biases"))
         lines.append([str(slot + 1), str(rounds), scaling, _number(before["mean_survived"][slot], 3), *pairs])
     return [
         "",

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from data.extract import ExtractConfig
 from data.generate import GenerateConfig
 from eval.config import EvalConfig
+from eval.tasks import known_tasks
 from models.config import to_dataclass, typed
 from models.dspark import MarkovHeadType
 from models.losses import published_decay
@@ -150,6 +151,7 @@ def test_no_yaml_is_out_of_reach() -> None:
         for experiment, model in pairs
         if f"{experiment}_{model}" in options(f"experiment/train/{part}")
     }
+    known |= {f"task/{name}.yaml" for name in known_tasks()}  # tests/test_tasks.py reads each
     found = {str(path.relative_to(CONF)) for path in CONF.rglob("*.yaml")}
     assert found == known
     for script in SCRIPTS:

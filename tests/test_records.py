@@ -200,8 +200,9 @@ def test_line_that_changed_since_the_file_was_opened_is_an_error(tmp_path: Path)
 def test_hub_names_are_loaded_with_their_split(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def load_dataset(name: str, *, split: str) -> datasets.Dataset:
-        asked.append((name, split))
+    def load_dataset(path: str, name: str | None, *, split: str, data_files: str | None) -> datasets.Dataset:
+        assert name is None and data_files is None
+        asked.append((path, split))
         return table_of(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)

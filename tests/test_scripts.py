@@ -139,6 +139,20 @@ def test_a_lossy_rule_is_reported_as_lossy(
     assert [row["lossless"] for row in report["rows"] if row["drafter"] == "vanilla"] == [True]
 
 
+def test_missing_tasks_are_named_and_the_protocol_fixes_its_options(
+    script: Script, finished_run: Path, prompts_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eval.config.DEEPSPEC_SEED", 5)
+    shutil.copy(prompts_file, tmp_path / "gsm8k.jsonl")
+    common = ["tasks=[gsm8k,livecodebench]", f"prompts_dir={tmp_path}", "num_prompts=2", "baselines=[]"]
+    common += [f"draft={finished_run / 'checkpoints'}", f"output_dir={tmp_path}", "check_transformers=0"]
+    shown = script("eval", *common, "protocol=deepspec", "max_new_tokens=3")
+    report = json.loads((tmp_path / "eval" / "report.json").read_text())
+    assert f"NOT MEASURED: tasks: livecodebench: there is no {tmp_path / 'livecodebench.jsonl'}" in shown
+    assert (report["temperature"], report["max_new_tokens"], report["num_prompts"]) == (1.0, 2048, 2)
+    assert list(report["per_domain"]) == ["gsm8k"] and len(report["missing_tasks"]) == 1
+
+
 def test_calibration_on_measured_prompts_is_refused(
     fails: Callable[..., str], finished_run: Path, prompts_file: Path, tmp_path: Path
 ) -> None:

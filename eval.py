@@ -22,10 +22,10 @@ register("eval_schema", EvalConfig)
 def main(node: DictConfig) -> None:
     with user_errors("eval.py"):
         config = to_dataclass(EvalConfig, node, section="eval")
-        accelerator = start_processes(os.environ, single=True)
+        accelerator = start_processes(os.environ)
         folder = Path(config.output_dir)
         target_config = prepare_target(node.target, folder, accelerator)
-        with stage(folder, "eval"):
+        with stage(folder, "eval", is_main=accelerator.is_main_process):
             identity, device = target_identity(target_config), accelerator.device
             subjects = [
                 load_subject(draft, target_config, identity, device) for draft in (config.draft, *config.compare)
@@ -33,9 +33,11 @@ def main(node: DictConfig) -> None:
             target = load_target(target_config, device, layer_ids=())
             for subject in subjects:
                 subject.bind(target)
-            Harness(config, target, target_config, load_tokenizer(target_config)).run(subjects[0], subjects[1:])
-        write_provenance(folder / "eval_provenance.json", node, sys.argv)
-        sys.stdout.write(render(write_summary(folder, read_stages(folder))))
+            tokenizer = load_tokenizer(target_config)
+            Harness(config, target, target_config, tokenizer, accelerator).run(subjects[0], subjects[1:])
+        if accelerator.is_main_process:
+            write_provenance(folder / "eval_provenance.json", node, sys.argv)
+            sys.stdout.write(render(write_summary(folder, read_stages(folder))))
 
 
 if __name__ == "__main__":

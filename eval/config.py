@@ -6,7 +6,7 @@ from typing import Any
 from data.generate import BuiltinPrompts
 from eval.schedule import ScheduleName
 from eval.subject import Subject
-from eval.tasks import DEEPSPEC_SEED, Protocol
+from eval.tasks import DEEPSPEC_SEED, Protocol, Turns
 from eval.verify import Rule
 from models.target import TargetConfig
 
@@ -51,6 +51,7 @@ class EvalConfig:
     compare: list[str]
     tasks: list[str]
     protocol: Protocol
+    turns: Turns
     prompts_dir: str | None
     num_prompts: int | None
     builtin: BuiltinPrompts
@@ -86,7 +87,7 @@ def under_protocol(config: EvalConfig, target: TargetConfig) -> tuple[EvalConfig
     """Both with what the protocol fixes."""
     if config.protocol is Protocol.own:
         return config, target
-    fixed = {"temperature": 1.0, "max_new_tokens": 2048, "seed": DEEPSPEC_SEED}
+    fixed = {"turns": Turns.first, "temperature": 1.0, "max_new_tokens": 2048, "seed": DEEPSPEC_SEED}
     return replace(config, **fixed), replace(target, thinking=False)
 
 

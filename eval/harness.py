@@ -3,35 +3,36 @@
 import json
 import math
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
+from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from data.codecs import find_codec, round_trip
-from data.generate import load_prompts
-from data.prompts import Prompt, builtin_prompts
+from data.generate import read_sources
+from data.prompts import SourcePrompt
 from eval.autotune import LengthChoice, choose_num_draft_tokens
 from eval.calibrate import assess, calibration_file, load_scaling, recorded
 from eval.config import EvalConfig, parse_length, parse_temperatures, under_protocol
 from eval.costs import LOADS, CostTable, measure_costs
-from eval.decode import DecodeConfig, Generation, decode
+from eval.decode import DecodeConfig, DecodeResult, Generation, decode
 from eval.identity import identity_of
+from eval.passes import Passes
 from eval.plots import reliability_diagram
 from eval.report import build_report
 from eval.schedule import Schedule, ScheduleName
 from eval.simulate import compare
 from eval.stats import Pass
 from eval.subject import VANILLA, Subject, ngram
-from eval.tasks import TaskOptions, load_tasks, render_prompts
+from eval.tasks import TaskOptions, Turns, load_tasks
 from eval.verify import Rule
 from models.base import TreeProposer
 from models.checkpoint import CALIBRATION
-from models.files import read_json, sha256_text, write_json, write_text
+from models.files import sha256_text, write_json, write_text
 from models.sampling import SamplingConfig
 from models.target import Target, TargetConfig
 from models.trees import TreePolicy
@@ -56,12 +57,19 @@ class Harness:
     """Holds the target, the prompts and the folder of kept passes."""
 
     def __init__(
-        self, config: EvalConfig, target: Target, target_config: TargetConfig, tokenizer: PreTrainedTokenizerBase
+        self,
+        config: EvalConfig,
+        target: Target,
+        target_config: TargetConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        accelerator: Accelerator,
     ) -> None:
         self.config, self.target_config = config, target_config = under_protocol(config, target_config)
         self.target, self.tokenizer = target, tokenizer
         self.rounding = None if config.feature_dtype is None else find_codec(config.feature_dtype, "feature_dtype")
         self.folder = Path(config.output_dir) / "eval"
+        all_turns = config.turns is Turns.all
+        self.passes = Passes(self.folder / "passes", accelerator, tokenizer, target_config.thinking, all_turns)
         self.missing_tasks: list[str] = []
         self.prompts = {
             "main": self._load(config.tasks, config.num_prompts),
@@ -86,13 +94,15 @@ class Harness:
         report = build_report(passes, self._identities(passes), choice)
         report["missing_tasks"] = self.missing_tasks
         report["calibration"] = calibration = self._calibration_report(subject, passes)
-        if calibration is not None:
+        is_main = self.passes.accelerator.is_main_process
+        if calibration is not None and is_main:
             write_text(self.folder / "reliability.svg", reliability_diagram(calibration))
         if self.config.simulate.enabled:
             report["simulation"] = self._simulation_report(subject, passes)
         report["transformers_generate"] = self._against_transformers(passes)
         report["peak_rss_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        write_json(self.folder / "report.json", report)
+        if is_main:
+            write_json(self.folder / "report.json", report)
         return report
 
     def _plans(self, subject: Subject, length: int | str, choice: LengthChoice | None) -> Iterator[PassPlan]:
@@ -140,10 +150,9 @@ class Harness:
         """Measured once per drafter and loads, and kept."""
         assert subject.drafter is not None
         path = self.folder / f"costs_{'_'.join(map(str, loads))}_{subject.fingerprint[:12]}.json"
-        if not path.is_file():
-            sample = self._render(self.prompts["main"][: max(loads)])
-            write_json(path, asdict(measure_costs(self._target_of(subject), subject.drafter, sample, loads)))
-        return CostTable(**read_json(path))
+        sample, drafter = self._first_turns("main", max(loads)), subject.drafter
+        made = self.passes.once(path, lambda: asdict(measure_costs(self._target_of(subject), drafter, sample, loads)))
+        return CostTable(**made)
 
     def _calibrated(self, subject: Subject) -> Subject:
         """With a scaling fitted on prompts that are not measured, and kept beside its weights."""
@@ -154,7 +163,9 @@ class Harness:
         about = {"temperature": asked.temperature, "num_prompts": len(self.prompts["calibration"])}
         dataset = asked.prompts or "held-out prompts of the project's own"
         found = calibration_file(rounds, with_biases=asked.biases, dataset=dataset) | {"fitted_at": about}
-        write_json(subject.folder / CALIBRATION, found)
+        if self.passes.accelerator.is_main_process:
+            write_json(subject.folder / CALIBRATION, found)
+        self.passes.accelerator.wait_for_everyone()
         return replace(subject, scaling=load_scaling(subject.folder, subject.drafter.num_draft_tokens))
 
     def _calibration_plan(self, subject: Subject) -> PassPlan:
@@ -162,19 +173,19 @@ class Harness:
         temperature, length = self.config.calibrate.temperature, subject.drafter.num_draft_tokens
         return PassPlan(subject, temperature, length, FIXED, Rule.ratio, "calibration")
 
-    def _calibration_prompts(self) -> list[Prompt]:
+    def _calibration_prompts(self) -> list[SourcePrompt]:
         """Raises ValueError where one of them is measured, too."""
-        asked = self.config.calibrate
+        asked, builtin = self.config.calibrate, self.config.builtin
         if not asked.enabled:
             return []
         if asked.prompts is None:  # held out, too, and behind all that may be measured
-            first = self.config.builtin.num_heldout
-            found = builtin_prompts(self.config.builtin.seed, num_train=0, num_heldout=first + asked.num_prompts)
-            found = found[first:]
+            more = replace(builtin, num_train=0, num_heldout=builtin.num_heldout + asked.num_prompts)
+            found = read_sources(None, more)[0][builtin.num_heldout :]
         else:
-            found = load_prompts(asked.prompts, self.config.builtin, "train")[: asked.num_prompts]
-        measured = {tuple(ids) for ids in self._render(self.prompts["main"])}
-        if shared := sum(tuple(ids) in measured for ids in self._render(found)):
+            found = [s for source in read_sources(asked.prompts, builtin) for s in source][: asked.num_prompts]
+        measured = {tuple(ids) for ids in self._first_turns("main")}
+        calibrating = self.passes.render([source.first_turn for source in found])
+        if shared := sum(tuple(ids) in measured for ids in calibrating):
             raise ValueError(
                 f"calibrate.prompts={asked.prompts}: {shared} of {len(found)} are among the measured prompts (tasks=), "
                 "on which calibration would then look better than it is"
@@ -216,16 +227,16 @@ class Harness:
         rows = {name: [vars(load) for load in loads] for name, loads in found.items()}
         return {"temperature": measured.about["temperature"], "costs": asdict(costs), "schedules": rows}
 
-    def _load(self, names: Sequence[str], num_prompts: int | None) -> list[Prompt]:
+    def _load(self, names: Sequence[str], num_prompts: int | None) -> list[SourcePrompt]:
         if not names:
             return []
         asked = self.config
         found, missing = load_tasks(names, TaskOptions(asked.builtin, asked.prompts_dir, num_prompts, asked.protocol))
         self.missing_tasks += missing
-        return [source.first_turn for source in found]
+        return found
 
-    def _render(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        return render_prompts(self.tokenizer, prompts, self.target_config.thinking)
+    def _first_turns(self, task_set: str, count: int | None = None) -> list[list[int]]:
+        return self.passes.render([source.first_turn for source in self.prompts[task_set][:count]])
 
     def _target_of(self, subject: Subject) -> Target:
         """The target read out at the subject's layers, rounded as a store would where that is asked for."""
@@ -238,15 +249,14 @@ class Harness:
         assert subject.drafter is not None, "auto needs a drafter"
         rounding = "" if self.config.feature_dtype is None else f"_{self.config.feature_dtype}"
         name = f"length_choice_batch{self.config.batch_size}{rounding}_{subject.fingerprint[:12]}.json"
-        path = self.folder / name
-        if path.is_file():
-            return LengthChoice(**read_json(path))
-        sample = self._render(self.prompts["main"][: max(self.config.batch_size, AUTO_PROMPTS)])
-        target = self._target_of(subject)
+        sample = self._first_turns("main", max(self.config.batch_size, AUTO_PROMPTS))
+        target, drafter = self._target_of(subject), subject.drafter
         plan = PassPlan(subject, 0.0, 0, FIXED, Rule.ratio, "main")
-        choice = choose_num_draft_tokens(target, subject.drafter, sample, self._decode_config(plan))
-        write_json(path, asdict(choice))
-        return choice
+
+        def choose() -> dict[str, Any]:
+            return asdict(choose_num_draft_tokens(target, drafter, sample, self._decode_config(plan)))
+
+        return LengthChoice(**self.passes.once(self.folder / name, choose))
 
     def _decode_config(self, plan: PassPlan) -> DecodeConfig:
         asked, tree = self.config, None
@@ -279,8 +289,6 @@ class Harness:
         )
 
     def _pass(self, plan: PassPlan) -> Pass:
-        prompts = self.prompts[plan.task_set]
-        rendered = self._render(prompts)
         config = self._decode_config(plan)
         about = {
             "target": self.target_config.name,
@@ -294,37 +302,19 @@ class Harness:
             "slot_layout": plan.subject.slot_layout,
             "dtype": self.target_config.dtype,
             "feature_dtype": self.config.feature_dtype or self.target_config.dtype,
-            "device": str(self.target.device),
+            "device": self.target.device.type,
             "batch_size": self.config.batch_size,
             "max_new_tokens": config.max_new_tokens,
             "task_set": plan.task_set,
         }
-        key = sha256_text(json.dumps([about, asdict(config), plan.subject.fingerprint, rendered], sort_keys=True))
-        path = self.folder / "passes" / f"{plan.subject.name}_{plan.task_set}_{key[:16]}.json"
-        if path.is_file():
-            return Pass.from_dict(read_json(path))
         label = f"{plan.subject.name} T={plan.temperature:g} K={plan.num_draft_tokens} {plan.task_set}"
-        target = self._target_of(plan.subject)
-        with tqdm(total=len(prompts), desc=label, unit="prompt") as progress:
-            result = decode(
-                target,
-                plan.subject.drafter,
-                rendered,
-                config,
-                on_finish=lambda _generation: progress.update(),
-                tokenizer=self.tokenizer,
-            )
-        finished = Pass(
-            about=about,
-            domains=[prompt.domain for prompt in prompts],
-            prompts=rendered,
-            generations=result.generations,
-            seconds=result.seconds,
-            draft_seconds=result.draft_seconds,
-            verify_seconds=result.verify_seconds,
-        )
-        write_json(path, finished.to_dict())
-        return finished
+        target, drafter, tokenizer = self._target_of(plan.subject), plan.subject.drafter, self.tokenizer
+
+        def run(prompts: Sequence[list[int]], ids: Sequence[int], on_finish: Callable[..., object]) -> DecodeResult:
+            return decode(target, drafter, prompts, config, request_ids=ids, on_finish=on_finish, tokenizer=tokenizer)
+
+        options = [asdict(config), plan.subject.fingerprint]
+        return self.passes.run(about, options, self.prompts[plan.task_set], run, label)
 
     def _identities(self, passes: Sequence[Pass]) -> dict[int, dict[str, Any]]:
         """Greedy passes against the vanilla pass of the same prompts, by index of the pass."""
@@ -343,18 +333,21 @@ class Harness:
         chosen, count = greedy[-1], self.config.check_transformers
         asked = [chosen.about["target"], chosen.about["dtype"], self.config.max_new_tokens, chosen.prompts[:count]]
         path = self.folder / "passes" / f"transformers_{sha256_text(json.dumps(asked))[:16]}.json"
-        if not path.is_file():
+
+        def generate() -> list[list[int]]:
             model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
                 self.target_config.path, dtype=self.target.head.dtype
             )
             model.to(self.target.device)  # pyright: ignore[reportArgumentType] (a decorator hides its signature)
             model.eval()
-            write_json(path, [self._generate_one(model, prompt) for prompt in chosen.prompts[:count]])
+            return [self._generate_one(model, prompt) for prompt in chosen.prompts[:count]]
+
+        outputs = self.passes.once(path, generate)
         reference = Pass(
             about={**chosen.about, "drafter": "transformers"},
             domains=chosen.domains[:count],
             prompts=chosen.prompts[:count],
-            generations=[Generation(i, tokens) for i, tokens in enumerate(read_json(path))],
+            generations=[Generation(i, tokens) for i, tokens in enumerate(outputs)],
             seconds=math.nan,
             draft_seconds=0.0,
             verify_seconds=0.0,

@@ -89,3 +89,13 @@ class Pass:
             for g in values["generations"]
         ]
         return Pass(**{**values, "generations": generations})
+
+
+def joined(parts: Sequence[Pass]) -> Pass:
+    """Parts of one pass as a whole; their times are added up."""
+    values: dict[str, Any] = {"about": parts[0].about}
+    for name in ("domains", "prompts", "generations"):
+        values[name] = [x for part in parts for x in getattr(part, name)]
+    for name in ("seconds", "draft_seconds", "verify_seconds"):
+        values[name] = sum(getattr(part, name) for part in parts)
+    return Pass(**values)

@@ -30,6 +30,13 @@ class Protocol(StrEnum):
     deepspec = "deepspec"
 
 
+class Turns(StrEnum):
+    """Of a conversation: the first user turn, or all, each behind the target's own answers to those before."""
+
+    first = "first"
+    all = "all"
+
+
 @dataclass
 class Hub:
     """Arguments of `datasets.load_dataset`."""

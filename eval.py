@@ -11,7 +11,7 @@ from data.run import prepare_target, read_stages, stage, start_processes, user_e
 from eval.config import EvalConfig
 from eval.harness import Harness
 from eval.report import render, write_summary
-from eval.subject import load_subject
+from eval.subject import load_subject, told_apart
 from models.config import register, to_dataclass
 from models.target import load_target, load_tokenizer, target_identity
 
@@ -27,9 +27,8 @@ def main(node: DictConfig) -> None:
         target_config = prepare_target(node.target, folder, accelerator)
         with stage(folder, "eval", is_main=accelerator.is_main_process):
             identity, device = target_identity(target_config), accelerator.device
-            subjects = [
-                load_subject(draft, target_config, identity, device) for draft in (config.draft, *config.compare)
-            ]
+            drafts = (config.draft, *config.compare)
+            subjects = told_apart([load_subject(draft, target_config, identity, device) for draft in drafts])
             target = load_target(target_config, device, layer_ids=())
             for subject in subjects:
                 subject.bind(target)

@@ -53,7 +53,7 @@ class Passes:
         """`options`: JSON values that beside `about` and the prompts decide on what comes out."""
         asked = [[source.prompt.id, source.prompt.messages] for source in sources]
         key = sha256_text(json.dumps([about, options, asked, self.thinking, self.all_turns], sort_keys=True))
-        folder = self.folder / f"{about['drafter']}_{about['task_set']}_{key[:16]}"
+        folder = self.folder / f"{about['drafter']}_{about['task_set']}_{key[:16]}".replace(" ", "-")
         size = UNIT_BATCHES * int(about["batch_size"])
         units = [range(first, min(first + size, len(sources))) for first in range(0, len(sources), size)]
         files = [folder / f"unit_{index:05d}.json" for index in range(len(units))]

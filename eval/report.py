@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from eval.autotune import LengthChoice
+from eval.decode import Generation
+from eval.intervals import difference_interval, length_interval
 from eval.stats import Pass, acceptance_stats
 from models.files import read_json, write_json, write_text
 
 NOTE = (
     "Acceptance lengths count accepted draft tokens plus the bonus token of every verification, pooled over all "
-    "rounds; `per request` is the mean of each request's own ratio."
+    "rounds, with 95 % intervals (bootstrap over prompts); `per request` is the mean of each request's own ratio."
 )
 LOSSLESS = (
     " Verification is lossless throughout: greedy rows match exactly, sampled rows keep the target's distribution."
@@ -35,7 +37,13 @@ def build_report(
         )
     main = next((row for row in rows if row["drafter"] not in ("vanilla", "ngram")), rows[0])
     n_gram = next((r for r in rows if r["drafter"] == "ngram" and r["temperature"] == main["temperature"]), {})
-    return {**main, "n_gram": n_gram, "rows": rows, "length_choice": None if choice is None else asdict(choice)}
+    return {
+        **main,
+        "n_gram": n_gram,
+        "rows": rows,
+        "length_choice": None if choice is None else asdict(choice),
+        "comparisons": comparisons(passes),
+    }
 
 
 def row_of(measured: Pass, identity: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -44,13 +52,13 @@ def row_of(measured: Pass, identity: Mapping[str, Any] | None) -> dict[str, Any]
     per_domain = {}
     for domain in sorted(set(measured.domains)):
         members = [g for g, d in zip(measured.generations, measured.domains, strict=True) if d == domain]
-        per_domain[domain] = {"num_prompts": len(members), **acceptance_stats(members).to_dict()}
+        per_domain[domain] = {"num_prompts": len(members), **stats_of(members)}
     return {
         **measured.about,
         "bonus_counted": True,
         "num_prompts": len(measured.generations),
         "num_tokens": sum(len(g.tokens) for g in measured.generations),
-        **acceptance_stats(measured.generations).to_dict(),
+        **stats_of(measured.generations),
         "outputs_identical_to_vanilla": identity.get("outputs_identical_to_vanilla"),
         "near_tie_divergences": identity.get("near_tie_divergences"),
         "tokens_per_second": measured.tokens_per_second,
@@ -58,6 +66,43 @@ def row_of(measured: Pass, identity: Mapping[str, Any] | None) -> dict[str, Any]
         "verify_share_of_time": measured.verify_seconds / measured.seconds,
         "per_domain": per_domain,
     }
+
+
+def stats_of(generations: Sequence[Generation]) -> dict[str, Any]:
+    """Acceptance statistics with the interval of the acceptance length (95 %, bootstrap over prompts)."""
+    interval = length_interval(generations)
+    found = acceptance_stats(generations).to_dict()
+    return found | {"acceptance_length_interval": None if interval is None else list(interval)}
+
+
+def comparisons(passes: Sequence[Pass]) -> list[dict[str, Any]]:
+    """The first drafter against every other one that ran on the same prompts at the same temperature: the difference of
+    their acceptance lengths, and whether it is real."""
+    main = [p for p in passes if p.about["task_set"] == "main" and p.about["drafter"] != "vanilla"]
+    first = next((p.about["drafter"] for p in main if p.about["drafter"] != "ngram"), None)
+    found = []
+    for ours in (p for p in main if p.about["drafter"] == first):
+        for theirs in main:
+            same = all(ours.about[key] == theirs.about[key] for key in ("temperature", "max_new_tokens"))
+            if not same or theirs.about["drafter"] == first or len(ours.generations) != len(theirs.generations):
+                continue
+            lengths = [acceptance_stats(p.generations).acceptance_length for p in (ours, theirs)]
+            interval = difference_interval(ours.generations, theirs.generations)
+            if None in lengths or interval is None:
+                continue
+            found.append(
+                {
+                    "drafter": first,
+                    "other": theirs.about["drafter"],
+                    "temperature": ours.about["temperature"],
+                    "num_draft_tokens": [p.about["num_draft_tokens"] for p in (ours, theirs)],
+                    "acceptance_lengths": lengths,
+                    "difference": lengths[0] - lengths[1],  # type: ignore[operator]
+                    "interval": list(interval),
+                    "is_real": interval.low > 0 or interval.high < 0,
+                }
+            )
+    return found
 
 
 def write_summary(output_dir: Path, stages: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
@@ -95,6 +140,7 @@ def render(report: Mapping[str, Any]) -> str:
     lossy = [row for row in report["rows"] if not row["lossless"]]
     lines += [NOTE + (LOSSLESS if not lossy else lossy_note(lossy)), ""]
     lines += [line for row in main if (line := speed_remark(row))]
+    lines += [comparison_line(found) for found in report.get("comparisons", [])]
     lines += _length_lines(report.get("length_choice"), main)
     lines += _calibration_lines(report.get("calibration"))
     lines += _simulation_lines(report.get("simulation"))
@@ -126,6 +172,20 @@ def speed_remark(row: Mapping[str, Any]) -> str | None:
         why += "; on this device a verification costs more for every token it checks, so few drafts pay"
     setting = f"{row['drafter']} T={row['temperature']:g} K={row['num_draft_tokens']}"
     return f"- {setting}: {ratio:.2f}x vanilla, {verdict} ({why})."
+
+
+def comparison_line(found: Mapping[str, Any]) -> str:
+    low, high = found["interval"]
+    verdict = "higher" if found["difference"] > 0 else "lower"
+    meaning = f"{verdict}, and the difference is real" if found["is_real"] else "which may be chance"
+    lengths = " against ".join(
+        f"{length:.2f} (K={k})"
+        for length, k in zip(found["acceptance_lengths"], found["num_draft_tokens"], strict=True)
+    )
+    return (
+        f"- {found['drafter']} against {found['other']} at T={found['temperature']:g}: {lengths} tokens a round, "
+        f"{found['difference']:+.2f} ({low:+.2f} to {high:+.2f}), {meaning}."
+    )
 
 
 def _length_lines(choice: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -221,7 +281,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
                 f"{row['temperature']:g}",
                 str(row["num_draft_tokens"]),
                 row["slot_layout"] or "-",
-                _number(row["acceptance_length"]),
+                _number(row["acceptance_length"]) + _range(row.get("acceptance_length_interval")),
                 *[_number(row["per_domain"].get(domain, {}).get("acceptance_length")) for domain in domains],
                 _number(row["acceptance_length_per_request"]),
                 _number(row["acceptance_rate"]),
@@ -252,6 +312,10 @@ def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
         for line in lines
     ]
     return ["| " + " | ".join(line) + " |" for line in padded]
+
+
+def _range(interval: Sequence[float] | None) -> str:
+    return "" if interval is None or interval[0] == interval[1] else f" ({interval[0]:.2f} to {interval[1]:.2f})"
 
 
 def _number(value: float | None, digits: int = 2) -> str:

@@ -1,5 +1,6 @@
 """What eval.py measures: a drafter from a folder, or a baseline by name."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -65,6 +66,24 @@ def load_subject(draft: str, config: TargetConfig, identity: TargetIdentity, dev
     scaling = load_scaling(folder, drafter.num_draft_tokens)
     fingerprint = sha256_file(folder / WEIGHTS)
     return Subject(name, drafter, layout, fingerprint, folder, scaling)
+
+
+def told_apart(subjects: Sequence[Subject]) -> list[Subject]:
+    """With the run's name, and where that is not enough the folder's, in names that several have."""
+    found = list(subjects)
+    for added in (_run_name, lambda folder: folder.name):
+        names = [subject.name for subject in found]
+        found = [
+            s if names.count(s.name) == 1 or s.folder is None else replace(s, name=f"{s.name} {added(s.folder)}")
+            for s in found
+        ]
+    return found
+
+
+def _run_name(folder: Path) -> str:
+    """Of outputs/NAME/checkpoints/step_00000000; of another folder its own."""
+    parts = folder.resolve().parts
+    return parts[parts.index("checkpoints") - 1] if "checkpoints" in parts[1:] else parts[-1]
 
 
 def is_language_model(draft: str) -> bool:

@@ -1,6 +1,7 @@
 """What a report says: documented keys, plain words where speculation is slower, stages merged into the summary."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from eval.autotune import LengthChoice
 from eval.decode import Generation, Round
 from eval.report import build_report, model_card, render, row_of, speed_remark, write_summary
 from eval.stats import Pass
+from eval.subject import VANILLA, Subject, told_apart
 from models.files import write_json
 
 ROW_KEYS = {
@@ -149,6 +151,58 @@ def test_what_the_simple_formula_promised_stands_beside_what_was_measured() -> N
     assert "tau 3.00" in line
     assert "simple formula" not in render(some_report(choice=LengthChoice(3, 8, table))), "no row at 3 drafts"
     assert "simple formula" not in render(some_report(choice=LengthChoice(0, 8, table)))
+
+
+def requests(tokens_of_rounds: list[list[int]], *, num_drafts: int = 4) -> list[Generation]:
+    return [
+        Generation(index, [7] * sum(rounds), [Round(num_drafts, tokens - 1, bonus=True) for tokens in rounds])
+        for index, rounds in enumerate(tokens_of_rounds)
+    ]
+
+
+def test_pooled_and_per_request_lengths_are_told_apart_by_name() -> None:
+    """10 tokens in 10 rounds and 90 in 30: pooled 100 / 40, per request the mean of 1 and 3."""
+    measured = replace(pass_of("dspark", accepted=2, seconds=1.0), generations=requests([[1] * 10, [3] * 30]))
+    row = row_of(measured, None)
+    assert (row["acceptance_length"], row["acceptance_length_per_request"]) == (2.5, 2.0)
+    head, _, cells = (
+        [cell.strip() for cell in line.split("|")]
+        for line in render(build_report([measured], {}, None)).splitlines()[2:5]
+    )
+    shown = dict(zip(head, cells, strict=True))
+    assert shown["acceptance length"].startswith("2.50 (") and shown["per request"] == "2.00"
+
+
+def test_a_drafter_is_compared_with_every_other_one_on_the_same_prompts() -> None:
+    def rows(name: str, generations: list[Generation], temperature: float = 0.0) -> Pass:
+        measured = pass_of(name, accepted=0, seconds=1.0, temperature=temperature)
+        return replace(measured, generations=generations, domains=["math"] * len(generations))
+
+    base = [[1 + (i * j) % 4 for j in range(1, 9)] for i in range(30)]
+    better = [[min(5, tokens + (j % 2)) for j, tokens in enumerate(rounds)] for rounds in base]
+    shuffled = [rounds[::-1] for rounds in base[::-1]]
+    passes = [rows("vanilla", requests(base)), rows("ngram", requests(base)), rows("dspark new", requests(better))]
+    passes += [
+        rows("dspark old", requests(base)),
+        rows("eagle3", requests(shuffled)),
+        rows("dflash", requests(base), 1),
+    ]
+    report = build_report(passes, {}, None)
+    found = {one["other"]: one for one in report["comparisons"]}
+    assert set(found) == {"ngram", "dspark old", "eagle3"}, "vanilla and another temperature are no comparison"
+    assert found["dspark old"]["is_real"] and found["dspark old"]["difference"] > 0.4
+    lines = [line for line in render(report).splitlines() if " against " in line]
+    assert "dspark new against dspark old at T=0" in lines[1] and "higher, and the difference is real" in lines[1]
+    swapped = build_report([passes[3], passes[4]], {}, None)["comparisons"][0]
+    assert swapped["difference"] == pytest.approx(0) and not swapped["is_real"]
+    assert "which may be chance" in render(build_report([passes[3], passes[4]], {}, None))
+
+
+def test_drafters_of_one_kind_are_told_apart_by_their_runs(tmp_path: Path) -> None:
+    folders = [tmp_path / run / "checkpoints" / step for run, step in (("a", "s1"), ("b", "s1"), ("b", "s2"))]
+    subjects = [Subject("dspark", None, None, "x", folder) for folder in folders]
+    subjects += [VANILLA, Subject("eagle3", None, None, "x", tmp_path / "exported")]
+    assert [s.name for s in told_apart(subjects)] == ["dspark a", "dspark b s1", "dspark b s2", "vanilla", "eagle3"]
 
 
 def test_the_summary_merges_seconds_and_the_largest_memory_of_all_stages(tmp_path: Path) -> None:

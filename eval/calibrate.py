@@ -19,7 +19,7 @@ from scipy.optimize import root_scalar
 from scipy.special import expit, logit
 from scipy.stats import rankdata
 
-from eval.decode import Generation
+from eval.rounds import Generation
 from eval.schedule import Scaling, calibrated
 from models.checkpoint import CALIBRATION
 from models.files import read_json

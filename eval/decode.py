@@ -3,13 +3,14 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from eval.rounds import NUM_RANKED, DecodeResult, Generation, Round
 from eval.schedule import Schedule, ScheduleName, Scheduler
 from eval.verify import Rule, verify
 from models.base import Proposal, Proposer, TreeProposer
@@ -32,57 +33,13 @@ class DecodeConfig:
     stop_strings: tuple[str, ...] = ()
     tree: TreePolicy | None = None  # a tree instead of a chain, `num_draft_tokens` is its depth then
     cuda_graphs: bool = False  # the target's forward of a round is recorded once for every shape
+    diagnose: bool = False  # rounds say how close their drafts came
 
     def __post_init__(self) -> None:
         if self.tree is not None and (self.schedule.name is not ScheduleName.fixed or self.schedule.gate):
             raise ValueError(f"a draft tree is verified whole: use schedule=fixed, got {self.schedule.name}")
         if not 0 < self.lossy_threshold <= 1:
             raise ValueError(f"lossy_threshold must be in (0, 1], got {self.lossy_threshold}")
-
-
-@dataclass(frozen=True)
-class Round:
-    """One verification of one request. A round ended by an accepted stop token has no bonus token. Of a tree, what is
-    proposed is its depth."""
-
-    proposed: int
-    accepted: int
-    bonus: bool
-    # of every drafted slot, sent to verification or not, before calibration
-    confidence: tuple[float, ...] = field(default=(), compare=False)
-
-
-@dataclass
-class Generation:
-    """One finished request. The first token comes from the prompt's own forward and belongs to no round.
-
-    `tokens` is cut at the first stop token, or the token that completes a stop string (kept), or at the limit; `rounds`
-    keep the counts of the last round in full, also where its tokens overshoot the limit, as the reference counts them.
-    """
-
-    request_id: int
-    tokens: list[int] = field(default_factory=list)
-    rounds: list[Round] = field(default_factory=list)
-    finish_reason: str = ""  # stop, or length: max_new_tokens or the target's context
-
-
-@dataclass(frozen=True)
-class DecodeResult:
-    """Generations in the order of the prompts, and where the time went (seconds)."""
-
-    generations: list[Generation]
-    seconds: float
-    draft_seconds: float
-    verify_seconds: float
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(generation.tokens) for generation in self.generations)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """New tokens over wall time, prompts' forward included."""
-        return self.num_tokens / self.seconds
 
 
 def decode(
@@ -127,7 +84,8 @@ def decode(
                     break
             batch.step()
     seconds = time.perf_counter() - began
-    return DecodeResult([done[i] for i in range(len(prompts))], seconds, run.draft_seconds, run.verify_seconds)
+    times = (seconds, run.draft_seconds, run.verify_seconds, run.prompt_seconds)
+    return DecodeResult([done[i] for i in range(len(prompts))], *times, run.steps)
 
 
 def check_requests(target: Target, prompts: Sequence[list[int]], config: DecodeConfig) -> None:
@@ -177,7 +135,8 @@ class _Run:
         self.target, self.drafter, self.config, self.ends = target, drafter, config, ends
         self.scheduler = Scheduler(config.schedule)
         self.with_features = drafter is not None and drafter.needs_features
-        self.draft_seconds = self.verify_seconds = 0.0
+        self.draft_seconds = self.verify_seconds = self.prompt_seconds = 0.0
+        self.steps = 0
         if config.tree is not None and not isinstance(drafter, TreeProposer):
             raise ValueError(f"a draft tree needs a drafter that grows one (EAGLE-3), got {type(drafter).__name__}")
 
@@ -196,6 +155,7 @@ class _Batch:
     ) -> None:
         """`room`: slots of every row at least; one that is only put into another batch needs none."""
         self.run, self.config = run, run.config
+        began = time.perf_counter()
         self.rows: list[Generation | None] = [Generation(request_id) for request_id in request_ids]
         self.indices = indices
         target, device = run.target, run.target.device
@@ -205,7 +165,8 @@ class _Batch:
         seen = None
         if self.config.sampling.has_penalties:
             seen = SeenTokens.of_prompts(tokens, counts, target.spec.vocab_size)
-        self.sampler = Sampler(self.config.sampling, torch.tensor(request_ids, device=device), seen)
+        num_ranked = NUM_RANKED if self.config.diagnose else 0
+        self.sampler = Sampler(self.config.sampling, torch.tensor(request_ids, device=device), seen, num_ranked)
         capacity = max(room, tokens.shape[1])
         self.cache = target.new_cache(len(prompts), capacity, is_static=self.config.cuda_graphs)
         output = target.forward(tokens, self.cache, with_features=run.with_features)
@@ -215,6 +176,11 @@ class _Batch:
         self.last = self.sampler.draw(probs, counts, Purpose.target)
         self.state = None if run.drafter is None else run.drafter.start(tokens, output.features, counts, capacity)
         self._commit(self.last[:, None], torch.ones_like(self.last))
+        taken = time.perf_counter() - began
+        run.prompt_seconds += taken
+        for generation in self.rows:
+            assert generation is not None
+            generation.first_token_seconds = taken
 
     @property
     def free_rows(self) -> list[int]:
@@ -279,6 +245,8 @@ class _Batch:
         threshold, positions = self.config.lossy_threshold, self.cache.lengths + 1
         verdict = verify(self.config.rule, shown, target_probs, positions, self.sampler, threshold=threshold)
         run.verify_seconds += time.perf_counter() - drafted
+        run.steps += 1
+        overlap = overlap_of(shown, target_probs) if self.config.diagnose and shown.parents is None else None
         counts, features = verdict.num_accepted + 1, output.features
         began_advance = time.perf_counter()
         if verdict.path is None:
@@ -296,7 +264,7 @@ class _Batch:
         kept = torch.cat((accepted, verdict.next_token[:, None]), dim=1)
         kept.scatter_(1, verdict.num_accepted[:, None], verdict.next_token[:, None])
         self.last = verdict.next_token
-        self._commit(kept, counts, proposal)
+        self._commit(kept, counts, proposal, overlap)
 
     def _propose(self) -> Proposal:
         run, ids = self.run, [generation.request_id for generation in self.rows if generation is not None]
@@ -317,11 +285,13 @@ class _Batch:
         proposal.lengths = torch.minimum(run.scheduler.lengths(proposal, ids), room)
         return proposal
 
-    def _commit(self, tokens: Tensor, counts: Tensor, proposal: Proposal | None = None) -> None:
+    def _commit(
+        self, tokens: Tensor, counts: Tensor, proposal: Proposal | None = None, overlap: Tensor | None = None
+    ) -> None:
         """Append each row's new tokens, of a round's `proposal`, and finish rows at their ends and limits."""
         if self.sampler.seen is not None:
             self.sampler.seen.add(tokens, counts)
-        confidences = None
+        confidences, overlaps = None, None if overlap is None else overlap.tolist()
         if proposal is not None:
             proposed = proposal.lengths
             if proposal.parents is not None:
@@ -338,7 +308,11 @@ class _Batch:
                 sure = () if confidences is None else tuple(confidences[row])
                 stopped = end is not None and end < accepted  # what follows was neither proposed nor accepted
                 counted = (end + 1, end + 1) if stopped else (proposed[row], accepted)  # type: ignore[operator]
-                generation.rounds.append(Round(*counted, bonus=not stopped, confidence=sure))
+                close = () if overlaps is None else tuple(overlaps[row][: counted[0]])
+                generation.rounds.append(Round(*counted, bonus=not stopped, confidence=sure, overlap=close))
+                if proposal.ranked is not None and proposal.parents is None:
+                    slots = proposal.ranked[row, : counted[0]].tolist()
+                    generation.ranked.append((len(generation.rounds) - 1, len(generation.tokens), slots))
             room = self.limits[row] - len(generation.tokens)
             is_end = end is not None and end < room
             generation.tokens.extend(new[: end + 1] if is_end else new[:room])  # type: ignore[operator]
@@ -346,6 +320,16 @@ class _Batch:
                 generation.finish_reason = "stop"
             elif len(generation.tokens) >= self.limits[row]:
                 generation.finish_reason = "length"
+            if generation.finish_reason:
+                generation.place_ranks()
+
+
+def overlap_of(proposal: Proposal, target_probs: Tensor) -> Tensor:
+    """sum of min(target, draft) [B, K] of each slot of a chain: its chance to be accepted by `ratio`."""
+    target = target_probs[:, :-1]
+    if proposal.candidate_ids is not None:
+        target = target.gather(2, proposal.candidate_ids)
+    return torch.minimum(target, proposal.probs).sum(-1)
 
 
 def shorten(proposal: Proposal, num_drafts: int) -> Proposal:
@@ -358,4 +342,5 @@ def shorten(proposal: Proposal, num_drafts: int) -> Proposal:
         candidate_ids=None if candidates is None else candidates[:, :num_drafts],
         confidence=None if proposal.confidence is None else proposal.confidence[:, :num_drafts],
         parents=None if proposal.parents is None else proposal.parents[:, :num_drafts],
+        ranked=None if proposal.ranked is None else proposal.ranked[:, :num_drafts],
     )

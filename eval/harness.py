@@ -19,11 +19,12 @@ from eval.autotune import LengthChoice, choose_num_draft_tokens
 from eval.calibrate import assess, calibration_file, load_scaling, recorded
 from eval.config import EvalConfig, parse_length, parse_temperatures, under_protocol
 from eval.costs import LOADS, CostTable, measure_costs
-from eval.decode import DecodeConfig, DecodeResult, Generation, decode
+from eval.decode import DecodeConfig, decode
 from eval.identity import identity_of
 from eval.passes import Passes
 from eval.plots import reliability_diagram
 from eval.report import build_report
+from eval.rounds import DecodeResult, Generation
 from eval.schedule import Schedule, ScheduleName
 from eval.simulate import compare
 from eval.stats import Pass
@@ -286,6 +287,7 @@ class Harness:
             stop_strings=tuple(asked.stop_strings),
             tree=tree,
             cuda_graphs=asked.cuda_graphs,
+            diagnose=True,
         )
 
     def _pass(self, plan: PassPlan) -> Pass:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.decode import Generation
+from eval.rounds import Generation
 
 RESAMPLES, LEVEL, SEED = 4000, 0.95, 0
 

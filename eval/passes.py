@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from data.prompts import Prompt, SourcePrompt
-from eval.decode import DecodeResult, Generation
+from eval.rounds import DecodeResult, Generation
 from eval.stats import Pass, joined
 from eval.tasks import render_prompts, turn_prompt
 from models.files import read_json, sha256_text, write_json
@@ -80,7 +80,7 @@ class Passes:
             ids = [index + turn * len(sources) for index in prompts]
             result = decode(rendered, ids, lambda _: progress.update(0 if turn else 1))  # noqa: B023 (called at once)
             domains = [prompt.domain for prompt in prompts.values()]
-            times = (result.seconds, result.draft_seconds, result.verify_seconds)
+            times = (result.seconds, result.draft_seconds, result.verify_seconds, result.prompt_seconds, result.steps)
             parts.append(Pass(dict(about), domains, rendered, result.generations, *times))
             running = {
                 index: [*running[index], self.tokenizer.decode(generation.tokens, skip_special_tokens=True)]

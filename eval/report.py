@@ -3,11 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from eval.autotune import LengthChoice
-from eval.decode import Generation
+from eval.evidence import evidence
 from eval.intervals import difference_interval, length_interval
+from eval.rounds import Generation
 from eval.stats import Pass, acceptance_stats
 from models.files import read_json, write_json, write_text
 
@@ -64,8 +66,22 @@ def row_of(measured: Pass, identity: Mapping[str, Any] | None) -> dict[str, Any]
         "tokens_per_second": measured.tokens_per_second,
         "draft_share_of_time": measured.draft_seconds / measured.seconds,
         "verify_share_of_time": measured.verify_seconds / measured.seconds,
+        **step_times(measured),
+        **evidence(measured.generations, measured.prompts),
         "per_domain": per_domain,
     }
+
+
+def step_times(measured: Pass) -> dict[str, Any]:
+    """Mean seconds of drafting, verifying and everything else in a round of a batch; median seconds from taking a
+    request to its first token."""
+    rest = measured.seconds - measured.prompt_seconds - measured.draft_seconds - measured.verify_seconds
+    parts = {"draft": measured.draft_seconds, "verify": measured.verify_seconds, "overhead": rest}
+    found = {
+        f"{name}_step_seconds": value / measured.steps if measured.steps else None for name, value in parts.items()
+    }
+    first = [g.first_token_seconds for g in measured.generations]
+    return found | {"first_token_seconds": median(first) if first else None}
 
 
 def stats_of(generations: Sequence[Generation]) -> dict[str, Any]:
@@ -140,6 +156,7 @@ def render(report: Mapping[str, Any]) -> str:
     lossy = [row for row in report["rows"] if not row["lossless"]]
     lines += [NOTE + (LOSSLESS if not lossy else lossy_note(lossy)), ""]
     lines += [line for row in main if (line := speed_remark(row))]
+    lines += [line for row in main if (line := evidence_line(row))]
     lines += [comparison_line(found) for found in report.get("comparisons", [])]
     lines += _length_lines(report.get("length_choice"), main)
     lines += _calibration_lines(report.get("calibration"))
@@ -172,6 +189,23 @@ def speed_remark(row: Mapping[str, Any]) -> str | None:
         why += "; on this device a verification costs more for every token it checks, so few drafts pay"
     setting = f"{row['drafter']} T={row['temperature']:g} K={row['num_draft_tokens']}"
     return f"- {setting}: {ratio:.2f}x vanilla, {verdict} ({why})."
+
+
+def evidence_line(row: Mapping[str, Any]) -> str | None:
+    """Where drafts fail, and where the time goes."""
+    rejections = row.get("rejections")
+    if not rejections or row["draft_step_seconds"] is None:
+        return None
+    total = rejections["in_top_16"] + rejections["not_in_top_16"]
+    missed = f"{rejections['not_in_top_16'] / total:.0%}" if total else "none"
+    recalls = ["/".join(_number(value) for value in row[f"recall_at_{count}"]) for count in (1, 16)]
+    times = ", ".join(f"{name} {1e3 * row[f'{name}_step_seconds']:.1f}" for name in ("draft", "verify", "overhead"))
+    return (
+        f"- {row['drafter']} T={row['temperature']:g} K={row['num_draft_tokens']}: {total} drafts were corrected, "
+        f"{missed} to a token outside the drafter's likeliest 16; recall at 1 {recalls[0]}, at 16 {recalls[1]}; "
+        f"{_number(row['oracle_length'])} tokens a round if the right one of 16 were always drafted; milliseconds a "
+        f"round of the batch: {times}; first token after {1e3 * row['first_token_seconds']:.0f} ms."
+    )
 
 
 def comparison_line(found: Mapping[str, Any]) -> str:

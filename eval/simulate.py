@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from eval.costs import CostTable
-from eval.decode import Generation, Round
+from eval.rounds import Generation, Round
 from eval.schedule import ASYNC, Scaling, Schedule, ScheduleName, Scheduler
 from models.base import Proposal
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from eval.decode import Generation, Round
+from eval.rounds import Generation, Round
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,8 @@ class Pass:
     seconds: float
     draft_seconds: float
     verify_seconds: float
+    prompt_seconds: float = 0.0
+    steps: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -75,9 +77,12 @@ class Pass:
         return Pass(**{**self.__dict__, **parts})
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values; a round is [proposed, accepted, bonus, confidences]."""
+        """JSON values; a round is a list of its fields."""
         generations = [
-            {**vars(g), "rounds": [[r.proposed, r.accepted, r.bonus, list(r.confidence)] for r in g.rounds]}
+            {
+                **{k: v for k, v in vars(g).items() if k != "ranked"},
+                "rounds": [list(vars(r).values()) for r in g.rounds],
+            }
             for g in self.generations
         ]
         return {**self.__dict__, "generations": generations}
@@ -85,7 +90,7 @@ class Pass:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> "Pass":
         generations = [
-            Generation(**{**g, "rounds": [Round(*r[:3], confidence=tuple(r[3])) for r in g["rounds"]]})
+            Generation(**{**g, "rounds": [Round(*r[:3], *map(tuple, r[3:])) for r in g["rounds"]]})
             for g in values["generations"]
         ]
         return Pass(**{**values, "generations": generations})
@@ -96,6 +101,6 @@ def joined(parts: Sequence[Pass]) -> Pass:
     values: dict[str, Any] = {"about": parts[0].about}
     for name in ("domains", "prompts", "generations"):
         values[name] = [x for part in parts for x in getattr(part, name)]
-    for name in ("seconds", "draft_seconds", "verify_seconds"):
+    for name in ("seconds", "draft_seconds", "verify_seconds", "prompt_seconds", "steps"):
         values[name] = sum(getattr(part, name) for part in parts)
     return Pass(**values)

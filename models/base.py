@@ -103,6 +103,12 @@ class DraftLoss(NamedTuple):
     metrics: dict[str, tuple[Tensor, Tensor]]
 
 
+def stacked(slots: list[Tensor | None]) -> Tensor | None:
+    """Of each slot [B, ...], in dimension 1; None where a slot has none."""
+    found = [slot for slot in slots if slot is not None]
+    return torch.stack(found, dim=1) if found and len(found) == len(slots) else None
+
+
 @dataclass
 class Proposal:
     """Draft tokens and the exact probabilities they were sampled from (float32)."""
@@ -113,6 +119,7 @@ class Proposal:
     candidate_ids: Tensor | None = None  # [B, K, C] int64 target ids of the columns of probs
     confidence: Tensor | None = None  # [B, K] predicted P(accepted | prefix accepted)
     parents: Tensor | None = None  # [B, K] int64 index of the parent draft token, -1 = root; None = a chain
+    ranked: Tensor | None = None  # [B, K, N] int64 likeliest tokens of each slot, if `Sampler.num_ranked` asks
 
 
 class DraftState(Protocol):

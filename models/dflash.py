@@ -41,7 +41,8 @@ class DFlash(BlockDrafter):
         logits = self.logits(self.propose_states(state, last, num_draft_tokens))
         positions = state.lengths[:, None] + 1 + torch.arange(num_draft_tokens, device=last.device)
         tokens, probs = sampler.draw_block(logits, positions)
-        return Proposal(tokens=tokens, probs=probs, lengths=torch.full_like(last, num_draft_tokens))
+        lengths = torch.full_like(last, num_draft_tokens)
+        return Proposal(tokens=tokens, probs=probs, lengths=lengths, ranked=sampler.ranked(logits))
 
     def serving(self, engine: str) -> Serving:
         """DeepSpec's layout (its class of DSpark with both heads off), or GGUF."""

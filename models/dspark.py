@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import DraftBatch, DraftLoss, Proposal, Serving, SlotLayout
+from models.base import DraftBatch, DraftLoss, Proposal, Serving, SlotLayout, stacked
 from models.block import BlockConfig, BlockDrafter, BlockState, SupervisedSlots
 from models.dflash import deepspec_serving
 from models.gguf import dflash_backbone
@@ -119,7 +119,7 @@ class DSpark(BlockDrafter):
         base = self.logits(states)
         positions = state.lengths + 1
         previous, memory = last, None if self.markov_head is None else self.markov_head.memory(states[:, 0])
-        tokens, probs, confidences = [], [], []
+        tokens, probs, confidences, ranked = [], [], [], []
         for slot in range(num_draft_tokens):
             logits, embedded = base[:, slot], None
             if self.markov_head is not None:
@@ -129,6 +129,7 @@ class DSpark(BlockDrafter):
             if self.confidence_head is not None:
                 features = embedded if self.config.confidence_with_markov else None
                 confidences.append(torch.sigmoid(self.confidence_head(states[:, slot], features)))
+            ranked.append(sampler.ranked(logits))
             probs.append(sampler.probs(logits, torch.stack(tokens, dim=1) if tokens else None))
             previous = sampler.draw(probs[-1], positions + slot, Purpose.draft)
             tokens.append(previous)
@@ -137,6 +138,7 @@ class DSpark(BlockDrafter):
             probs=torch.stack(probs, dim=1),
             lengths=torch.full_like(last, num_draft_tokens),
             confidence=torch.stack(confidences, dim=1) if confidences else None,
+            ranked=stacked(ranked),
         )
 
     def serving(self, engine: str) -> Serving:

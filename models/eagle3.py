@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import Mixer, cache_mixer, training_mixer
-from models.base import DraftBatch, Drafter, DraftLoss, Proposal, Serving, check_layer_ids
+from models.base import DraftBatch, Drafter, DraftLoss, Proposal, Serving, check_layer_ids, stacked
 from models.cache import KVCache
 from models.config import to_dataclass
 from models.flops import attention_flops, loss_columns, num_tokens, vocabulary_flops
@@ -298,8 +298,7 @@ class Eagle3(Drafter):
         columns = loss_columns(batch, spec.vocab_size)
         num_teachers = len(host.last_hidden) * (steps if trains_head else 1)
         rows += vocabulary_flops(0, num_teachers, size=spec.hidden_size, columns=columns)
-        layer = 6.0 * self.layer_rows(batch) * of_layer
-        return float(of_token) * num_tokens(host) + layer + sum(attention) + rows
+        return float(of_token) * num_tokens(host) + 6.0 * self.layer_rows(batch) * of_layer + sum(attention) + rows
 
     def layer_rows(self, batch: DraftBatch) -> int:
         return self.num_draft_tokens * int((find_chains(batch.host, self.num_draft_tokens)[0] >= 0).sum())
@@ -325,9 +324,10 @@ class Eagle3(Drafter):
 
     def propose(self, state: Eagle3State, last: Tensor, sampler: Sampler, num_draft_tokens: int) -> Proposal:
         """A chain; behind a drawn stop token nothing is proposed."""
-        unrolled, own, drafted, probs = Unrolled(self, state), self.draft_head(), last[:, None], []
+        unrolled, own, drafted, probs, ranked = Unrolled(self, state), self.draft_head(), last[:, None], [], []
         for slot in range(num_draft_tokens):
             logits = unrolled.logits(drafted[:, -1:])[:, 0]
+            ranked.append(sampler.ranked(logits, self.draft_ids))
             probs.append(sampler.probs(logits, drafted[:, 1:], columns=self.draft_ids))
             token = sampler.draw(probs[-1], state.lengths + 1 + slot, Purpose.draft)
             drafted = torch.cat((drafted, (token if own is None else own.ids[token])[:, None]), dim=1)
@@ -338,11 +338,11 @@ class Eagle3(Drafter):
             probs=torch.stack(probs, dim=1),
             lengths=((~is_stop).long().cumprod(1).sum(1) + 1).clamp(max=num_draft_tokens),
             candidate_ids=None if self.draft_ids is None else self.draft_ids.expand(*tokens.shape, -1),
+            ranked=stacked(ranked),
         )
 
     def propose_tree(self, state: Eagle3State, last: Tensor, policy: TreePolicy) -> Proposal:
-        own = self.draft_head()
-        return grow_tree(policy, last, Unrolled(self, state).logits, None if own is None else own.ids)
+        return grow_tree(policy, last, Unrolled(self, state).logits, self.draft_ids)
 
     # ---- checkpoints
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.base import Proposal
+from models.base import Proposal, stacked
 from models.cache import CacheState
 from models.sampling import Purpose, Sampler
 from models.target import Target
@@ -36,17 +36,19 @@ class IndependentDrafter:
         return IndependentState(cache)
 
     def propose(self, state: IndependentState, last: Tensor, sampler: Sampler, num_draft_tokens: int) -> Proposal:
-        committed, drafted, probs = state.cache.lengths, last[:, None], []
+        committed, drafted, probs, ranked = state.cache.lengths, last[:, None], [], []
         for slot in range(num_draft_tokens):
             hidden = self.model.forward(drafted[:, -1:], state.cache, with_features=False).hidden[:, 0]
             state.cache.advance(torch.ones_like(last))
             logits = self.model.logits(hidden)[:, : self.vocab_size]
             logits = F.pad(logits, (0, self.vocab_size - logits.shape[1]), value=-torch.inf)
+            ranked.append(sampler.ranked(logits))
             probs.append(sampler.probs(logits, drafted[:, 1:]))
             token = sampler.draw(probs[-1], committed + 1 + slot, Purpose.draft)
             drafted = torch.cat((drafted, token[:, None]), dim=1)
         state.cache.lengths, state.written = committed, num_draft_tokens
-        return Proposal(drafted[:, 1:], torch.stack(probs, dim=1), torch.full_like(last, num_draft_tokens))
+        lengths = torch.full_like(last, num_draft_tokens)
+        return Proposal(drafted[:, 1:], torch.stack(probs, dim=1), lengths, ranked=stacked(ranked))
 
     def advance(self, state: IndependentState, tokens: Tensor, features: Tensor, counts: Tensor) -> None:  # noqa: ARG002
         """The newest draft was never fed: where all were accepted its keys and values are still to be written."""

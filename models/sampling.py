@@ -139,6 +139,7 @@ class Sampler:
     config: SamplingConfig
     request_ids: Tensor  # [B] int64
     seen: SeenTokens | None = None  # with penalties
+    num_ranked: int = 0  # likeliest tokens of every slot that drafters name beside what they draw
 
     def probs(
         self,
@@ -185,6 +186,14 @@ class Sampler:
             drawn = self.draw(probs[-1], positions[:, slot], Purpose.draft)
             tokens = torch.cat((tokens, drawn[:, None]), dim=1)
         return tokens, torch.stack(probs, dim=1)
+
+    def ranked(self, logits: Tensor, ids: Tensor | None = None) -> Tensor | None:
+        """The likeliest tokens of a drafter's logits [..., V or W], most likely first, before filters: target ids
+        [..., num_ranked], `ids` [W] those of its columns; None where nobody asks."""
+        if not self.num_ranked:
+            return None
+        columns = logits.topk(min(self.num_ranked, logits.shape[-1]), dim=-1).indices
+        return columns if ids is None else ids[columns]
 
     def uniform(self, positions: Tensor, purpose: Purpose) -> Tensor:
         """Float64 in [0, 1) for each position [B, ...], keyed by (seed, request, position, purpose)."""

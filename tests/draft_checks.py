@@ -5,7 +5,8 @@ import torch
 from data.collate import collate
 from data.dataset import TrainingData
 from data.store import FeatureStore
-from eval.decode import DecodeConfig, Generation, decode
+from eval.decode import DecodeConfig, decode
+from eval.rounds import Generation
 from eval.schedule import Schedule, ScheduleName
 from eval.verify import Rule
 from models.base import DraftBatch, Drafter

@@ -17,8 +17,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from data.run import git_commit
-from eval.decode import DecodeConfig, Generation, decode
+from eval.decode import DecodeConfig, decode
 from eval.identity import identity_of
+from eval.rounds import Generation
 from eval.schedule import Schedule, ScheduleName
 from eval.stats import Pass, acceptance_stats
 from eval.verify import Rule

@@ -17,7 +17,7 @@ from eval.calibrate import (
     recorded,
     scaled,
 )
-from eval.decode import Generation, Round
+from eval.rounds import Generation, Round
 from eval.schedule import Scaling
 from models.checkpoint import CALIBRATION
 from models.files import write_json

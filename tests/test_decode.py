@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import eval.decode as decode_module
-from eval.decode import DecodeConfig, Generation, Round, decode
+from eval.decode import DecodeConfig, decode
+from eval.rounds import Generation, Round
 from eval.schedule import Schedule, ScheduleName
 from eval.verify import Rule, Verdict
 from models.base import Proposal

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from data.store import FeatureStore
-from eval.decode import DecodeConfig, Generation, decode
+from eval.decode import DecodeConfig, decode
+from eval.rounds import Generation
 from eval.schedule import Schedule, ScheduleName
 from eval.verify import Rule
 from models import masks
@@ -102,7 +103,9 @@ class Recorder:
     labels: list[int]
     logits: list[Tensor]
     seen = None  # no penalties
+    num_ranked = 0
     draw_block = Sampler.draw_block
+    ranked = Sampler.ranked
 
     def probs(self, logits: Tensor, *_drafted: Tensor, **_options: Any) -> Tensor:
         self.logits.append(logits[0] if logits.dim() == 2 else logits[0, :, :])

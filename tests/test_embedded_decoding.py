@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from data.prompts import builtin_prompts
-from eval.decode import DecodeResult, decode
+from eval.decode import decode
 from eval.identity import identity_of
+from eval.rounds import DecodeResult
 from eval.stats import Pass, acceptance_stats
 from eval.tasks import render_prompts
 from models.base import Drafter, Proposal

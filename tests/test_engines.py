@@ -21,7 +21,8 @@ import pytest
 import torch
 
 from data.store import FeatureStore
-from eval.decode import DecodeConfig, Generation, decode
+from eval.decode import DecodeConfig, decode
+from eval.rounds import Generation
 from eval.schedule import Schedule, ScheduleName
 from eval.verify import Rule
 from models.base import Serving, SlotLayout

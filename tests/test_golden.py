@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eval.decode import DecodeConfig, Generation, decode
+from eval.decode import DecodeConfig, decode
+from eval.rounds import Generation
 from eval.schedule import Schedule, ScheduleName
 from eval.stats import acceptance_stats
 from eval.verify import Rule

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import eval.identity as identity_module
-from eval.decode import Generation
 from eval.identity import NEAR_TIE, first_difference, identity_of, top2_gap
+from eval.rounds import Generation
 from eval.stats import Pass
 from models.target import Target, TargetConfig
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from eval.decode import Generation, Round
 from eval.intervals import difference_interval, length_interval, resampled_lengths
+from eval.rounds import Generation, Round
 
 
 def requests(rng: np.random.Generator, count: int, *, mean: float, spread: float = 1.0) -> list[Generation]:

@@ -348,7 +348,7 @@ ROWS: dict[int, Covered] = {
         KVCache,
         "put",
         faults.takes_over_without_keys,
-        given(kind="dspark", batch_size=5),
+        given(kind="dspark"),
     ),
     54: Covered(
         test_schedule.test_a_cliff_in_the_costs_moves_the_cut,

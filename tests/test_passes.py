@@ -10,8 +10,9 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from data.prompts import Prompt, SourcePrompt
-from eval.decode import DecodeConfig, DecodeResult, Generation, decode
+from eval.decode import DecodeConfig, decode
 from eval.passes import UNIT_BATCHES, Passes
+from eval.rounds import DecodeResult, Generation
 from eval.schedule import Schedule, ScheduleName
 from eval.stats import Pass
 from eval.verify import Rule
@@ -69,9 +70,13 @@ def passes(tokenizer: PreTrainedTokenizerBase) -> Callable[..., Passes]:
     return make
 
 
-def content(measured: Pass) -> Any:
-    values = measured.to_dict()
-    return json.loads(json.dumps({key: value for key, value in values.items() if not key.endswith("seconds")}))
+def content(value: Any) -> Any:
+    """JSON values without times."""
+    if isinstance(value, Pass):
+        return content(json.loads(json.dumps(value.to_dict())))
+    if isinstance(value, dict):
+        return {key: content(part) for key, part in value.items() if not key.endswith("seconds")}
+    return [content(part) for part in value] if isinstance(value, list) else value
 
 
 def test_processes_share_the_units_and_agree_with_one(

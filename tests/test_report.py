@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from eval.autotune import LengthChoice
-from eval.decode import Generation, Round
 from eval.report import build_report, model_card, render, row_of, speed_remark, write_summary
+from eval.rounds import Generation, Round
 from eval.stats import Pass
 from eval.subject import VANILLA, Subject, told_apart
 from models.files import write_json
@@ -176,7 +176,8 @@ def test_pooled_and_per_request_lengths_are_told_apart_by_name() -> None:
 def test_a_drafter_is_compared_with_every_other_one_on_the_same_prompts() -> None:
     def rows(name: str, generations: list[Generation], temperature: float = 0.0) -> Pass:
         measured = pass_of(name, accepted=0, seconds=1.0, temperature=temperature)
-        return replace(measured, generations=generations, domains=["math"] * len(generations))
+        count = len(generations)
+        return replace(measured, generations=generations, domains=["math"] * count, prompts=[[1]] * count)
 
     base = [[1 + (i * j) % 4 for j in range(1, 9)] for i in range(30)]
     better = [[min(5, tokens + (j % 2)) for j, tokens in enumerate(rounds)] for rounds in base]
@@ -196,6 +197,23 @@ def test_a_drafter_is_compared_with_every_other_one_on_the_same_prompts() -> Non
     swapped = build_report([passes[3], passes[4]], {}, None)["comparisons"][0]
     assert swapped["difference"] == pytest.approx(0) and not swapped["is_real"]
     assert "which may be chance" in render(build_report([passes[3], passes[4]], {}, None))
+
+
+def test_where_drafts_fail_and_where_the_time_goes_is_said() -> None:
+    rounds = [Round(2, 0, True, ranks=(16, 0)), Round(2, 1, True, ranks=(0, 3)), Round(2, 2, True, ranks=(0, 0))]
+    generations = [Generation(0, [7] * 6, rounds, first_token_seconds=0.25)]
+    measured = replace(
+        pass_of("dspark", accepted=2, seconds=2.0), generations=generations, prompts=[[1]], domains=["a"]
+    )
+    measured = replace(measured, prompt_seconds=0.1, steps=4)
+    (line,) = [line for line in render(build_report([measured], {}, None)).splitlines() if "were corrected" in line]
+    assert (
+        "2 drafts were corrected, 50% to a token outside" in line and "recall at 1 0.67/0.50, at 16 0.67/1.00" in line
+    )
+    assert "2.33 tokens a round if" in line
+    # of 2 seconds 0.4 drafting, 1.4 verifying, 0.1 prompts, in 4 rounds
+    assert "draft 100.0, verify 350.0, overhead 25.0; first token after 250 ms" in line
+    assert not any("were corrected" in line for line in render(some_report()).splitlines()), "nothing recorded"
 
 
 def test_drafters_of_one_kind_are_told_apart_by_their_runs(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from eval.costs import CostTable
-from eval.decode import Generation, Round
+from eval.rounds import Generation, Round
 from eval.schedule import Schedule, ScheduleName
 from eval.simulate import Load, compare, simulate
 

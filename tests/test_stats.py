@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from eval.decode import Generation, Round
+from eval.rounds import Generation, Round
 from eval.stats import Pass, acceptance_stats
 
 

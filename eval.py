@@ -10,7 +10,8 @@ from omegaconf import DictConfig
 from data.run import prepare_target, read_stages, stage, start_processes, user_errors, write_provenance
 from eval.config import EvalConfig
 from eval.harness import Harness
-from eval.report import render, write_summary
+from eval.markdown import render
+from eval.report import write_summary
 from eval.subject import load_subject, told_apart
 from models.config import register, to_dataclass
 from models.target import load_target, load_tokenizer, target_identity

@@ -9,7 +9,8 @@ from omegaconf import DictConfig
 
 from data.run import prepare_target, provenance, read_stages, stage, start_processes, user_errors
 from eval.calibrate import read_calibration
-from eval.report import model_card, render, write_summary
+from eval.markdown import render
+from eval.report import model_card, write_summary
 from models.checkpoint import check_target, load_drafter, resolve_folder
 from models.config import register, to_dataclass
 from models.export import ExportConfig, export_drafter

@@ -21,6 +21,7 @@ from eval.config import EvalConfig, parse_length, parse_temperatures, under_prot
 from eval.costs import LOADS, CostTable, measure_costs
 from eval.decode import DecodeConfig, decode
 from eval.identity import identity_of
+from eval.lossless import greedy_divergences, sampled_agreement
 from eval.passes import Passes
 from eval.plots import reliability_diagram
 from eval.report import build_report
@@ -100,6 +101,7 @@ class Harness:
             write_text(self.folder / "reliability.svg", reliability_diagram(calibration))
         if self.config.simulate.enabled:
             report["simulation"] = self._simulation_report(subject, passes)
+        report["losslessness"] = self._losslessness(passes)
         report["transformers_generate"] = self._against_transformers(passes)
         report["peak_rss_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         if is_main:
@@ -107,16 +109,15 @@ class Harness:
         return report
 
     def _plans(self, subject: Subject, length: int | str, choice: LengthChoice | None) -> Iterator[PassPlan]:
-        """Baselines at the first temperature; the drafter at each, with `auto` at its own length and the chosen one."""
+        """Vanilla and the drafter at each temperature, with `auto` also at the chosen length; n-gram at the first."""
         config, schedule = self.config, self._schedule_of(subject)
         own = subject.drafter.num_draft_tokens if subject.drafter is not None else 0
         full = own if choice is not None or length == 0 else length
         assert isinstance(full, int)
         for index, temperature in enumerate(parse_temperatures(config.temperature)):
-            if index == 0:
-                yield PassPlan(VANILLA, temperature, 0, FIXED, Rule.ratio, "main")
-                if "ngram" in config.baselines and subject.name not in ("vanilla", "ngram"):
-                    yield PassPlan(ngram(full), temperature, full, FIXED, config.rule, "main")
+            yield PassPlan(VANILLA, temperature, 0, FIXED, Rule.ratio, "main")
+            if index == 0 and "ngram" in config.baselines and subject.name not in ("vanilla", "ngram"):
+                yield PassPlan(ngram(full), temperature, full, FIXED, config.rule, "main")
             if subject.drafter is None:
                 continue
             yield PassPlan(subject, temperature, full, schedule, config.rule, "main")
@@ -317,6 +318,27 @@ class Harness:
 
         options = [asdict(config), plan.subject.fingerprint]
         return self.passes.run(about, options, self.prompts[plan.task_set], run, label)
+
+    def _losslessness(self, passes: Sequence[Pass]) -> list[dict[str, Any]]:
+        """Every pass against plain decoding of the same prompts at its temperature."""
+        found = []
+        for measured in passes:
+            keys = ("temperature", "task_set", "max_new_tokens")
+            same = [p for p in passes if all(p.about[key] == measured.about[key] for key in keys)]
+            vanilla = next((p for p in same if p.about["drafter"] == "vanilla"), None)
+            if vanilla is None or vanilla is measured or vanilla.prompts != measured.prompts:
+                continue
+            is_greedy = measured.about["temperature"] == 0
+            tasks = (
+                greedy_divergences(self.target, measured, vanilla)
+                if is_greedy
+                else sampled_agreement(measured, vanilla)
+            )
+            about = {
+                key: measured.about[key] for key in ("drafter", "num_draft_tokens", "temperature", "rule", "lossless")
+            }
+            found.append({**about, "tasks": tasks})
+        return found
 
     def _identities(self, passes: Sequence[Pass]) -> dict[int, dict[str, Any]]:
         """Greedy passes against the vanilla pass of the same prompts, by index of the pass."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from models.base import DraftBatch
 from models.cache import KVCache
 from models.eagle3 import Eagle3, Eagle3State
-from models.sampling import Purpose, draw
+from models.sampling import Purpose, Sampler, draw
 from models.target import Target, TargetConfig
 from tests.chains import chain_output, gemma_eagle3, lively_eagle3, supervised_chains
 from tests.conftest import planted_fault
@@ -55,6 +55,8 @@ class ForcedRows:
     columns: Tensor  # [N, K] of the head
     first_positions: Tensor  # [N]
     logits: list[Tensor] = field(default_factory=list)
+    num_ranked = 0
+    ranked = Sampler.ranked
 
     def probs(self, logits: Tensor, *_drafted: Tensor, **_options: Any) -> Tensor:
         self.logits.append(logits)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from eval.autotune import LengthChoice
-from eval.report import build_report, model_card, render, row_of, speed_remark, write_summary
+from eval.markdown import render, speed_remark
+from eval.report import build_report, model_card, row_of, write_summary
 from eval.rounds import Generation, Round
 from eval.stats import Pass
 from eval.subject import VANILLA, Subject, told_apart

@@ -78,7 +78,9 @@ class Forced:
     first_position: int
     logits: list[Tensor] = field(default_factory=list)
     seen = None  # no penalties
+    num_ranked = 0
     draw_block = Sampler.draw_block
+    ranked = Sampler.ranked
 
     def probs(self, logits: Tensor, *_drafted: Tensor, **_options: Any) -> Tensor:
         """logits [1, V] of one slot, or [1, K, V] of all."""

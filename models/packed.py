@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 MOST_ROWS = 512  # of a product; with more of them, laying out is a small part
+FEWEST_ELEMENTS = 2**15  # of a weight; a small one is multiplied before its blocks are looked up
 _EXPECTED_ROWS = 8  # the blocks are chosen for about so many, and serve any number
 
 
@@ -54,6 +55,7 @@ def _is_worth_it(x: Tensor, weight: Tensor) -> bool:
         not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
         and 0 < x.numel() <= MOST_ROWS * x.shape[-1]
         and x.device.type == "cpu"
+        and weight.numel() >= FEWEST_ELEMENTS
         and x.dtype is weight.dtype
         and weight.dtype in _dtypes()
         and type(weight) in (Tensor, nn.Parameter)  # not a part of one that processes share

@@ -82,13 +82,13 @@ def test_the_overlap_estimates_the_acceptance_of_its_slot(
 ) -> None:
     """Chances against counts: within four standard deviations, slot by slot."""
     config = config_of(sampling=sampling, max_new_tokens=24, batch_size=48, diagnose=True)
-    generations = decode(tiny_target, drafters[kind], tiny_prompts * 20, config).generations
-    prompts = tiny_prompts * 20
+    generations = decode(tiny_target, drafters[kind], tiny_prompts * 12, config).generations
+    prompts = tiny_prompts * 12
     estimate = evidence(generations, prompts)["acceptance_estimate"]
     observed = acceptance_stats(generations).conditional_acceptance
     for slot in range(2):
         reached = sum(r.accepted >= slot and r.proposed > slot for g in generations for r in g.rounds)
-        assert reached > 80 and estimate[slot] is not None and observed[slot] is not None
+        assert reached > 40 and estimate[slot] is not None and observed[slot] is not None
         assert abs(estimate[slot] - observed[slot]) < 4 * (0.25 / reached) ** 0.5
         assert 0.01 < estimate[slot] < 0.99
 

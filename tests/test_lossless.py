@@ -228,7 +228,7 @@ def named(cell: tuple[Any, ...]) -> str:
     return "-".join(str(level) for level in cell)
 
 
-SOME = [*[cell for cell in COVERING if cell[4] == 4][::5], next(cell for cell in COVERING if cell[4] == 1)]
+SOME = [*[cell for cell in COVERING if cell[4] == 4][::7], next(cell for cell in COVERING if cell[4] == 1)]
 
 
 @pytest.mark.parametrize("cell", SOME, ids=named)
@@ -243,7 +243,7 @@ def test_the_loop_follows_the_target_under_every_pair_of_settings(cell: tuple[An
     assert cell_p_value(cell, num_rows=5_000) > PASSES / len(COVERING)
 
 
-FEW = [("ratio", "other"), ("match", "parallel"), ("top_p", "top3")]
+FEW = [("ratio", "other"), ("top_p", "top3")]
 
 
 @pytest.mark.parametrize(("options", "drafter"), FEW)

@@ -9,9 +9,15 @@ from torch import Tensor, nn
 
 from models import packed
 from models.packed import MOST_ROWS, Blocks, Linear, keep_blocks, linear
+from tests.tiny_families import FAMILIES, build, check_close, random_ids
 
 pytestmark = pytest.mark.skipif(not packed._dtypes(), reason="this processor has no such products")
 DTYPES = sorted(packed._dtypes(), key=str)
+
+
+@pytest.fixture(autouse=True)
+def small_weights_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "FEWEST_ELEMENTS", 0)
 
 
 def check_product(x: Tensor, weight: Tensor, ours: Tensor, bias: Tensor | None = None) -> None:
@@ -93,3 +99,24 @@ def test_layers_of_other_classes_stay_as_they_are() -> None:
     model = nn.ModuleList([Own(2, 2), nn.Linear(2, 2), nn.Embedding(2, 2)])
     keep_blocks(model)
     assert [type(child) for child in model] == [Own, Linear, nn.Embedding]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_target_is_the_same_with_its_weights_in_blocks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, ids = build(family), random_ids(2, 20)
+    blocks = target.forward_whole(ids), target.logits(target.forward_whole(ids).hidden)
+    assert any(isinstance(m, Linear) and m.blocks is not None for m in target.layers.modules())
+    monkeypatch.setattr(packed, "FEWEST_ELEMENTS", 2**60)
+    plain = target.forward_whole(ids), target.logits(target.forward_whole(ids).hidden)
+    check_close(blocks[0].hidden, plain[0].hidden)
+    check_close(blocks[0].features, plain[0].features)
+    check_close(blocks[1], plain[1])
+
+
+def test_small_weights_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "FEWEST_ELEMENTS", 48)
+    with torch.no_grad():
+        for size, has_blocks in ((5, False), (6, True)):
+            layer = Linear(8, size)
+            layer(torch.randn(1, 8))
+            assert (layer.blocks is not None) is has_blocks

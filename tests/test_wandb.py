@@ -128,6 +128,7 @@ def logged(out: Path) -> tuple[list[dict[str, Any]], list[Record]]:
     return rows, records
 
 
+@pytest.mark.slow
 def test_every_metric_of_the_local_file_is_in_the_run(offline_run: Path) -> None:
     rows, _ = logged(offline_run)
     lines = [json.loads(line) for line in (offline_run / "metrics.jsonl").read_text().splitlines()]
@@ -143,6 +144,7 @@ def test_every_metric_of_the_local_file_is_in_the_run(offline_run: Path) -> None
     assert {"tflops", "peak_memory_gib", "seconds_per_step"} <= lines[0].keys()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_id_and_says_what_it_ran(offline_run: Path) -> None:
     _, records = logged(offline_run)
     runs = [record.run for record in records if record.WhichOneof("record_type") == "run"]
@@ -152,6 +154,7 @@ def test_a_resumed_run_keeps_its_id_and_says_what_it_ran(offline_run: Path) -> N
     assert config["config"]["model"]["num_draft_tokens"] == 3 and config["versions"]["torch"]
 
 
+@pytest.mark.slow
 def test_rates_by_position_are_plotted(offline_run: Path) -> None:
     rows, _ = logged(offline_run)
     tables = {key for row in rows for key in row if key.startswith("by_position/")}

@@ -2,13 +2,17 @@
 
 A confidence head says P(draft k is accepted | those before it were). What schedules use is the product up to k, the
 chance that a block survives beyond k, and that is calibrated, left to right: with the scaling of earlier slots fixed,
-the logit of slot k is divided by the value of GRID at which the products have the least calibration error. Temperatures
-cannot make good a head that is sure of too much everywhere, as one is on other texts than it has learnt: so a bias is
-added to the logit, at each temperature the one with which as many blocks are predicted to survive as do.
+the logit of slot k is divided by the value of GRID at which the products have the least calibration error.
+
+Temperatures cannot make good a head that is sure of too much everywhere, as one is on other texts than it has learnt,
+nor that a draft it is not at all sure of is right every fifth time. So there is a second form, with a bias and a floor:
+at each temperature and floor of a grid the bias with which as many blocks are predicted to survive as do, and of all
+those the likeliest (a proper score: the least calibration error of a form this free is that of a constant).
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,7 @@ from models.files import read_json
 
 NUM_BINS = 20  # of equal width, as in the reference's evaluator
 MOST_BIAS = 20.0  # of a logit
+FLOORS = tuple(k / 20 for k in range(10))
 GRID = np.exp(np.linspace(np.log(0.2), np.log(5.0), 161))  # 2 % a step, 1 in its middle
 
 Floats = NDArray[np.float64]
@@ -60,37 +65,60 @@ def bins_of(predicted: Floats) -> NDArray[np.int64]:
     return np.minimum((predicted * NUM_BINS).astype(np.int64), NUM_BINS - 1)
 
 
-def fit_scaling(rounds: Recorded, *, with_biases: bool) -> Scaling:
+class Form(StrEnum):
+    """temperatures: those alone, by calibration error (the paper's). full: temperatures, biases and floors."""
+
+    temperatures = "temperatures"
+    full = "full"
+
+
+def fit_scaling(rounds: Recorded, form: Form) -> Scaling:
     """A slot without both outcomes keeps its confidence."""
-    fitted: list[tuple[float, float]] = []
+    fitted: list[tuple[float, float, float]] = []
     before = np.ones(len(rounds.confidence))
     for slot in range(rounds.confidence.shape[1]):
         known, column = rounds.known[:, slot], rounds.confidence[:, slot]
-        best, outcomes = (1.0, 0.0), rounds.survived[known, slot]
+        best, outcomes = (1.0, 0.0, 0.0), rounds.survived[known, slot]
         if 0 < outcomes.sum() < len(outcomes):
             logits, reached = logit(column[known]), before[known]
-            candidates = [
-                (float(t), _matching_bias(logits / t, reached, outcomes.mean()) if with_biases else 0.0) for t in GRID
-            ]
-            errors = [calibration_error(reached * expit(logits / t + bias), outcomes) for t, bias in candidates]
-            best = candidates[int(np.argmin(errors))]
+            candidates = [(float(t), 0.0, 0.0) for t in GRID]
+            if form is Form.full:
+                candidates = [
+                    (float(t), _matching_bias(logits / t, reached, floor, outcomes.mean()), floor)
+                    for t in GRID[:: len(GRID) // 20]
+                    for floor in FLOORS
+                ]
+            score = calibration_error if form is Form.temperatures else surprise
+            scores = [score(reached * _scaled(logits, *candidate), outcomes) for candidate in candidates]
+            best = candidates[int(np.argmin(scores))]
         fitted.append(best)
-        before = before * expit(logit(column) / best[0] + best[1])
-    temperatures, biases = zip(*fitted, strict=True)
-    return Scaling(temperatures, biases)
+        before = before * _scaled(logit(column), *best)
+    temperatures, biases, floors = zip(*fitted, strict=True)
+    return Scaling(temperatures, biases, floors)
 
 
-def _matching_bias(logits: Floats, reached: Floats, survived: float) -> float:
-    """With which the mean of reached * sigmoid(logits + bias) is `survived`, or the nearest of the range."""
+def _scaled(logits: Floats, temperature: float, bias: float, floor: float) -> Floats:
+    return floor + (1 - floor) * expit(logits / temperature + bias)
+
+
+def _matching_bias(logits: Floats, reached: Floats, floor: float, survived: float) -> float:
+    """With which the mean of reached * (floor + (1 - floor) * sigmoid(logits + bias)) is `survived`, or the nearest of
+    the range."""
 
     def excess(bias: float) -> float:
-        return float((reached * expit(logits + bias)).mean() - survived)
+        return float((reached * _scaled(logits, 1.0, bias, floor)).mean() - survived)
 
     if excess(MOST_BIAS) <= 0:
         return MOST_BIAS
     if excess(-MOST_BIAS) >= 0:
         return -MOST_BIAS
     return float(root_scalar(excess, bracket=(-MOST_BIAS, MOST_BIAS), method="brentq", xtol=1e-4).root)
+
+
+def surprise(predicted: Floats, outcomes: Floats) -> float:
+    """Mean negative log-likelihood."""
+    chances = np.clip(np.where(outcomes > 0, predicted, 1 - predicted), 1e-12, None)
+    return float(-np.log(chances).mean())
 
 
 def calibration_error(predicted: Floats, outcomes: Floats) -> float:
@@ -153,11 +181,11 @@ def assess(rounds: Recorded, scaling: Scaling | None = None) -> Calibration:
     return Calibration(**columns)
 
 
-def calibration_file(rounds: Recorded, *, with_biases: bool, dataset: str) -> dict[str, Any]:
+def calibration_file(rounds: Recorded, form: Form, *, dataset: str) -> dict[str, Any]:
     """What is kept beside the weights. `scaling` is what schedules here use; the other fields are those of the file
-    that SGLang reads, which knows no biases: temperatures that do without, and their errors."""
-    alone = fit_scaling(rounds, with_biases=False)
-    scaling = fit_scaling(rounds, with_biases=True) if with_biases else alone
+    that SGLang reads, which knows temperatures only: the best without anything else, and their errors."""
+    alone = fit_scaling(rounds, Form.temperatures)
+    scaling = alone if form is Form.temperatures else fit_scaling(rounds, form)
     return {
         "temperatures": list(alone.temperatures),
         "dataset": dataset,
@@ -174,15 +202,13 @@ def read_calibration(folder: Path, num_draft_tokens: int) -> dict[str, Any] | No
     if not path.is_file():
         return None
     calibration = read_json(path)
-    scaling = calibration.get("scaling") or {}
-    for name, found in (("temperatures", calibration.get("temperatures")), *scaling.items()):
-        lowest = -MOST_BIAS if name == "biases" else np.nextafter(0, 1)
-        fits = isinstance(found, list) and len(found) == num_draft_tokens
-        if not fits or not all(isinstance(x, int | float) and x >= lowest for x in found):
+    lowest = {"temperatures": float(np.nextafter(0, 1)), "biases": -MOST_BIAS, "floors": 0.0}
+    for name, found in (("temperatures", calibration.get("temperatures")), *(calibration.get("scaling") or {}).items()):
+        fits = name in lowest and isinstance(found, list) and len(found) == num_draft_tokens
+        if not fits or not all(isinstance(x, int | float) and x >= lowest[name] for x in found):
             raise ValueError(
-                f"{path}: {name}={found} must be {num_draft_tokens} numbers, one a draft token, of {lowest:.0f} or "
-                "more (temperatures: more than 0); remove the file, or write it anew with eval.py "
-                "calibrate.enabled=true"
+                f"{path}: {name}={found} must be {num_draft_tokens} numbers, one a draft token (temperatures more than "
+                "0, floors 0 or more); remove the file, or write it anew with eval.py calibrate.enabled=true"
             )
     return calibration
 
@@ -192,5 +218,8 @@ def load_scaling(folder: Path, num_draft_tokens: int) -> Scaling | None:
     found = read_calibration(folder, num_draft_tokens)
     if found is None:
         return None
-    chosen = found.get("scaling") or {"temperatures": found["temperatures"], "biases": [0.0] * num_draft_tokens}
-    return Scaling(tuple(chosen["temperatures"]), tuple(chosen["biases"]))
+    nothing = [0.0] * num_draft_tokens
+    chosen = {"temperatures": found["temperatures"], "biases": nothing, "floors": nothing} | (
+        found.get("scaling") or {}
+    )
+    return Scaling(**{name: tuple(values) for name, values in chosen.items()})

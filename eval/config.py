@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from data.generate import BuiltinPrompts
+from eval.calibrate import Form
 from eval.schedule import ScheduleName
 from eval.subject import Subject
 from eval.tasks import DEEPSPEC_SEED, Protocol, Turns
@@ -28,7 +29,7 @@ class CalibrateOptions:
     num_prompts: int
     max_new_tokens: int
     temperature: float
-    biases: bool
+    scaling: Form
 
 
 @dataclass

@@ -164,7 +164,7 @@ class Harness:
         rounds = recorded(self._pass(self._calibration_plan(subject)).generations)
         about = {"temperature": asked.temperature, "num_prompts": len(self.prompts["calibration"])}
         dataset = asked.prompts or "held-out prompts of the project's own"
-        found = calibration_file(rounds, with_biases=asked.biases, dataset=dataset) | {"fitted_at": about}
+        found = calibration_file(rounds, asked.scaling, dataset=dataset) | {"fitted_at": about}
         if self.passes.accelerator.is_main_process:
             write_json(subject.folder / CALIBRATION, found)
         self.passes.accelerator.wait_for_everyone()

@@ -162,7 +162,7 @@ def _calibration_lines(found: Mapping[str, Any] | None) -> list[str]:
         return []
     before, after = found["before"], found["after"]
     state = "not calibrated: eval.py calibrate.enabled=true" if after is None else "before and after calibration"
-    head = ["draft", "rounds", "temperature, bias", "survived", "predicted", "ECE", "AUC", "Brier"]
+    head = ["draft", "rounds", "temperature, bias, floor", "survived", "predicted", "ECE", "AUC", "Brier"]
     lines = [head, ["---"] * len(head)]
     for slot, rounds in enumerate(before["rounds"]):
         pairs = [
@@ -171,7 +171,7 @@ def _calibration_lines(found: Mapping[str, Any] | None) -> list[str]:
         ]
         scaling = "-"
         if after is not None:
-            scaling = ", ".join(_number(found["scaling"][name][slot]) for name in ("temperatures", "biases"))
+            scaling = ", ".join(_number(found["scaling"][name][slot]) for name in ("temperatures", "biases", "floors"))
         lines.append([str(slot + 1), str(rounds), scaling, _number(before["mean_survived"][slot], 3), *pairs])
     return [
         "",

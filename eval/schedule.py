@@ -34,10 +34,12 @@ ASYNC = ScheduleName["async"]
 
 @dataclass(frozen=True)
 class Scaling:
-    """Of each slot's confidence: its logit is divided by a temperature, and a bias is added."""
+    """Of each slot's confidence: its logit is divided by a temperature and a bias is added; of the probability that
+    follows, the part above a floor is filled: floor + (1 - floor) * sigmoid(logit / temperature + bias)."""
 
     temperatures: tuple[float, ...]
     biases: tuple[float, ...]
+    floors: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -178,9 +180,10 @@ def calibrated(confidence: Tensor, scaling: Scaling | None) -> Tensor:
     """Confidences [B, K] with `scaling`, float64 then."""
     if scaling is None:
         return confidence
-    numbers = (scaling.temperatures, scaling.biases)
-    divisors, biases = torch.tensor(numbers, dtype=torch.float64, device=confidence.device)[:, : confidence.shape[1]]
-    return torch.sigmoid(torch.logit(confidence.double()) / divisors + biases)
+    numbers = (scaling.temperatures, scaling.biases, scaling.floors)
+    of_slots = torch.tensor(numbers, dtype=torch.float64, device=confidence.device)[:, : confidence.shape[1]]
+    divisors, biases, floors = of_slots
+    return floors + (1 - floors) * torch.sigmoid(torch.logit(confidence.double()) / divisors + biases)
 
 
 def algorithm1(survival: Sequence[Sequence[float]], steps_per_second: Callable[[int], float]) -> list[int]:

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from eval.calibrate import Recorded, assess, fit_scaling
+from eval.calibrate import Form, Recorded, assess, fit_scaling
 from eval.plots import reliability_diagram
 
 
@@ -14,7 +14,7 @@ def calibration_of(*, calibrated: bool) -> dict[str, Any]:
     confidence = rng.random((400, 3))
     survived = np.cumprod(rng.random((400, 3)) < confidence**2, axis=1).astype(np.float64)
     rounds = Recorded(confidence, survived, np.ones_like(survived, dtype=bool))
-    after = assess(rounds, fit_scaling(rounds, with_biases=True)).to_dict() if calibrated else None
+    after = assess(rounds, fit_scaling(rounds, Form.full)).to_dict() if calibrated else None
     return {"before": assess(rounds).to_dict(), "after": after}
 
 

@@ -271,9 +271,9 @@ def test_what_is_not_drafted_is_expected_as_it_was_of_late() -> None:
 
 def test_temperatures_divide_the_logits_of_their_slots() -> None:
     confidence = torch.tensor([[0.5, 0.9, 0.9]])
-    found = calibrated(confidence, Scaling((3.0, 2.0, 0.5), (0.0, 0.0, 0.0)))
+    found = calibrated(confidence, Scaling((3.0, 2.0, 0.5), (0.0,) * 3, (0.0,) * 3))
     assert found.tolist()[0] == pytest.approx([0.5, 0.75, 81 / 82], rel=1e-6)
-    schedule = Schedule(ScheduleName.confidence, 0.8, scaling=Scaling((1.0, 2.0, 0.5), (0.0, 0.0, 0.0)))
+    schedule = Schedule(ScheduleName.confidence, 0.8, scaling=Scaling((1.0, 2.0, 0.5), (0.0,) * 3, (0.0,) * 3))
     assert lengths_of(schedule, proposal_of([[0.9, 0.9, 0.9]], [3], 3)).tolist() == [1]
 
 

@@ -240,7 +240,7 @@ def test_the_loop_follows_the_target_under_some_settings(cell: tuple[Any, ...]) 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", COVERING, ids=named)
 def test_the_loop_follows_the_target_under_every_pair_of_settings(cell: tuple[Any, ...]) -> None:
-    assert cell_p_value(cell, num_rows=5_000) > PASSES / len(COVERING)
+    assert cell_p_value(cell, num_rows=2_500) > PASSES / len(COVERING)
 
 
 FEW = [("ratio", "other"), ("top_p", "top3")]
@@ -255,8 +255,8 @@ def test_emitted_sequences_follow_the_target(options: str, drafter: str) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "tree"])
 @pytest.mark.parametrize("options", CONFIGS)
-def test_emitted_sequences_follow_the_target_in_200k_rows(options: str, drafter: str) -> None:
-    assert p_value(DRAFTERS[drafter](), config_of(**CONFIGS[options]), num_rows=200_000) > PASSES
+def test_emitted_sequences_follow_the_target_under_every_option(options: str, drafter: str) -> None:
+    assert p_value(DRAFTERS[drafter](), config_of(**CONFIGS[options]), num_rows=100_000) > PASSES
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)

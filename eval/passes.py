@@ -80,8 +80,7 @@ class Passes:
             ids = [index + turn * len(sources) for index in prompts]
             result = decode(rendered, ids, lambda _: progress.update(0 if turn else 1))  # noqa: B023 (called at once)
             domains = [prompt.domain for prompt in prompts.values()]
-            times = (result.seconds, result.draft_seconds, result.verify_seconds, result.prompt_seconds, result.steps)
-            parts.append(Pass(dict(about), domains, rendered, result.generations, *times))
+            parts.append(Pass(**vars(result), about=dict(about), domains=domains, prompts=rendered))
             running = {
                 index: [*running[index], self.tokenizer.decode(generation.tokens, skip_special_tokens=True)]
                 for index, generation in zip(prompts, result.generations, strict=True)

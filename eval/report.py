@@ -52,7 +52,7 @@ def row_of(measured: Pass, identity: Mapping[str, Any] | None) -> dict[str, Any]
         **measured.about,
         "bonus_counted": True,
         "num_prompts": len(measured.generations),
-        "num_tokens": sum(len(g.tokens) for g in measured.generations),
+        "num_tokens": measured.num_tokens,
         **stats_of(measured.generations),
         "outputs_identical_to_vanilla": identity.get("outputs_identical_to_vanilla"),
         "near_tie_divergences": identity.get("near_tie_divergences"),

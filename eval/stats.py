@@ -1,10 +1,10 @@
 """Acceptance statistics of finished requests, and the record of one pass over a set of prompts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from eval.rounds import Generation, Round
+from eval.rounds import DecodeResult, Generation, Round
 
 
 @dataclass(frozen=True)
@@ -53,39 +53,25 @@ def _mean_length(rounds: Sequence[Round]) -> float:
     return sum(r.accepted + r.bonus for r in rounds) / len(rounds)
 
 
-@dataclass(frozen=True)
-class Pass:
+@dataclass(frozen=True, kw_only=True)
+class Pass(DecodeResult):
     """One drafter at one setting over one set of prompts."""
 
     about: dict[str, Any]
     domains: list[str]
     prompts: list[list[int]]
-    generations: list[Generation]
-    seconds: float
-    draft_seconds: float
-    verify_seconds: float
-    prompt_seconds: float = 0.0
-    steps: int = 0
-
-    @property
-    def tokens_per_second(self) -> float:
-        return sum(len(g.tokens) for g in self.generations) / self.seconds
 
     def head(self, count: int) -> "Pass":
         """The first `count` prompts only; times stay those of the whole pass."""
-        parts = {name: getattr(self, name)[:count] for name in ("domains", "prompts", "generations")}
-        return Pass(**{**self.__dict__, **parts})
+        return replace(self, **{name: getattr(self, name)[:count] for name in ("domains", "prompts", "generations")})
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; a round is a list of its fields."""
-        generations = [
-            {
-                **{k: v for k, v in vars(g).items() if k != "ranked"},
-                "rounds": [list(vars(r).values()) for r in g.rounds],
-            }
-            for g in self.generations
-        ]
-        return {**self.__dict__, "generations": generations}
+        generations = []
+        for g in self.generations:
+            own = {name: value for name, value in vars(g).items() if name != "ranked"}
+            generations.append({**own, "rounds": [list(vars(r).values()) for r in g.rounds]})
+        return {**vars(self), "generations": generations}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> "Pass":
@@ -99,8 +85,7 @@ class Pass:
 def joined(parts: Sequence[Pass]) -> Pass:
     """Parts of one pass as a whole; their times are added up."""
     values: dict[str, Any] = {"about": parts[0].about}
-    for name in ("domains", "prompts", "generations"):
-        values[name] = [x for part in parts for x in getattr(part, name)]
-    for name in ("seconds", "draft_seconds", "verify_seconds", "prompt_seconds", "steps"):
-        values[name] = sum(getattr(part, name) for part in parts)
+    for name in {f.name for f in fields(Pass)} - values.keys():
+        of_parts = [getattr(part, name) for part in parts]
+        values[name] = [x for part in of_parts for x in part] if isinstance(of_parts[0], list) else sum(of_parts)
     return Pass(**values)

@@ -121,7 +121,7 @@ def check_identity(setting: Setting, kind: str) -> tuple[bool, str, dict[str, An
     target = small_target(setting.device)
     vanilla, drafted = generate(target, None), generate(target, small_drafter(setting, target, kind))
     stats = acceptance_stats(drafted)
-    ours, theirs = (Pass({}, [], prompts(), found, 1.0, 0.0, 0.0) for found in (drafted, vanilla))
+    ours, theirs = (Pass(found, 1.0, 0.0, 0.0, about={}, domains=[], prompts=prompts()) for found in (drafted, vanilla))
     found = identity_of(target, ours, theirs)
     text = (
         f"{found['num_prompts']} prompts, {stats.rounds} rounds, {stats.accepted} of {stats.proposed} drafts accepted, "

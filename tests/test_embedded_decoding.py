@@ -86,7 +86,7 @@ def test_greedy_outputs_of_200_prompts_are_those_of_plain_decoding(batch_size: i
     stats = acceptance_stats(found.generations)
     assert stats.acceptance_length is not None and 2 < stats.acceptance_length < 5
     assert min(stats.survival[:3]) > 0.05
-    ours, theirs = (Pass({}, [], prompts(), r.generations, 1.0, 0.0, 0.0) for r in (found, vanilla()))
+    ours, theirs = (Pass(**vars(r), about={}, domains=[], prompts=prompts()) for r in (found, vanilla()))
     result = identity_of(target(), ours, theirs)
     assert result["outputs_identical_to_vanilla"], result
 

@@ -15,7 +15,8 @@ from models.target import Target, TargetConfig
 
 def pass_of(tokens: list[list[int]]) -> Pass:
     generations = [Generation(index, row) for index, row in enumerate(tokens)]
-    return Pass({}, ["d"] * len(tokens), [[9]] * len(tokens), generations, 1.0, 0.0, 1.0)
+    count = len(tokens)
+    return Pass(generations, 1.0, 0.0, 1.0, about={}, domains=["d"] * count, prompts=[[9]] * count)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from tests.test_decode import SAMPLED, config_of
 
 
 def pass_of(prompts: list[list[int]], generations: list[Generation], tasks: int = 2) -> Pass:
-    return Pass({}, [f"task {i % tasks}" for i in range(len(prompts))], prompts, generations, 1.0, 0.0, 0.0)
+    domains = [f"task {i % tasks}" for i in range(len(prompts))]
+    return Pass(generations, 1.0, 0.0, 0.0, about={}, domains=domains, prompts=prompts)
 
 
 def test_greedy_outputs_are_counted_by_task_and_divergences_placed(

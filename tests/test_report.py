@@ -45,7 +45,8 @@ def pass_of(drafter: str, *, accepted: int, seconds: float, temperature: float =
     }
     rounds = [Round(num_drafts, accepted, bonus=True)] * 3
     generations = [Generation(index, list(range(10)), list(rounds), "length") for index in range(2)]
-    return Pass(about, ["math", "code"], [[1], [2]], generations, seconds, 0.2 * seconds, 0.7 * seconds)
+    times = (seconds, 0.2 * seconds, 0.7 * seconds)
+    return Pass(generations, *times, about=about, domains=["math", "code"], prompts=[[1], [2]])
 
 
 def some_report(*, dspark_seconds: float = 1.0, choice: LengthChoice | None = None) -> dict[str, Any]:

@@ -59,7 +59,8 @@ def test_requests_without_rounds_do_not_enter_the_mean_over_requests() -> None:
 
 def some_pass() -> Pass:
     generations = [generation_of((3, 2, True), (3, 1, False), tokens=5), generation_of(tokens=1, request_id=1)]
-    return Pass({"drafter": "x", "temperature": 0.0}, ["a", "b"], [[1, 2], [3]], generations, 2.0, 0.5, 1.25)
+    about = {"drafter": "x", "temperature": 0.0}
+    return Pass(generations, 2.0, 0.5, 1.25, about=about, domains=["a", "b"], prompts=[[1, 2], [3]])
 
 
 def test_a_pass_comes_back_from_json() -> None:

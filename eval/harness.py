@@ -20,8 +20,8 @@ from eval.calibrate import assess, calibration_file, load_scaling, recorded
 from eval.config import EvalConfig, parse_length, parse_temperatures, under_protocol
 from eval.costs import LOADS, CostTable, measure_costs
 from eval.decode import DecodeConfig, decode
-from eval.identity import identity_of
-from eval.lossless import greedy_divergences, sampled_agreement
+from eval.identity import divergences, identity_from, identity_of
+from eval.lossless import greedy_agreement, sampled_agreement
 from eval.passes import Passes
 from eval.plots import reliability_diagram
 from eval.report import build_report
@@ -40,6 +40,8 @@ from models.target import Target, TargetConfig
 from models.trees import TreePolicy
 
 FIXED = Schedule(ScheduleName.fixed, 0.0)
+SAME_QUESTION = ("temperature", "task_set", "max_new_tokens")  # of passes that may be compared with each other
+SETTING = ("drafter", "num_draft_tokens", "temperature", "rule", "lossless")
 AUTO_PROMPTS = 16  # num_draft_tokens=auto learns from so many at least how long drafts survive
 
 
@@ -93,7 +95,8 @@ class Harness:
             subject = self._calibrated(subject)
         plans = [*self._plans(subject, length, choice), *self._compared_plans(compared)]
         passes = [self._pass(plan) for plan in plans]
-        report = build_report(passes, self._identities(passes), choice)
+        identities, agreements = self._against_vanilla(passes)
+        report = build_report(passes, identities, choice) | {"losslessness": agreements}
         report["missing_tasks"] = self.missing_tasks
         report["calibration"] = calibration = self._calibration_report(subject, passes)
         is_main = self.passes.accelerator.is_main_process
@@ -101,7 +104,6 @@ class Harness:
             write_text(self.folder / "reliability.svg", reliability_diagram(calibration))
         if self.config.simulate.enabled:
             report["simulation"] = self._simulation_report(subject, passes)
-        report["losslessness"] = self._losslessness(passes)
         report["transformers_generate"] = self._against_transformers(passes)
         report["peak_rss_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         if is_main:
@@ -319,35 +321,23 @@ class Harness:
         options = [asdict(config), plan.subject.fingerprint]
         return self.passes.run(about, options, self.prompts[plan.task_set], run, label)
 
-    def _losslessness(self, passes: Sequence[Pass]) -> list[dict[str, Any]]:
-        """Every pass against plain decoding of the same prompts at its temperature."""
-        found = []
-        for measured in passes:
-            keys = ("temperature", "task_set", "max_new_tokens")
-            same = [p for p in passes if all(p.about[key] == measured.about[key] for key in keys)]
+    def _against_vanilla(self, passes: Sequence[Pass]) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
+        """Every pass against plain decoding of the same prompts at its temperature: of greedy ones whether it is
+        identical, by index of the pass, and of all how far they agree, task by task."""
+        identities, agreements = {}, []
+        for index, measured in enumerate(passes):
+            same = [p for p in passes if all(p.about[key] == measured.about[key] for key in SAME_QUESTION)]
             vanilla = next((p for p in same if p.about["drafter"] == "vanilla"), None)
             if vanilla is None or vanilla is measured or vanilla.prompts != measured.prompts:
                 continue
-            is_greedy = measured.about["temperature"] == 0
-            tasks = (
-                greedy_divergences(self.target, measured, vanilla)
-                if is_greedy
-                else sampled_agreement(measured, vanilla)
-            )
-            about = {
-                key: measured.about[key] for key in ("drafter", "num_draft_tokens", "temperature", "rule", "lossless")
-            }
-            found.append({**about, "tasks": tasks})
-        return found
-
-    def _identities(self, passes: Sequence[Pass]) -> dict[int, dict[str, Any]]:
-        """Greedy passes against the vanilla pass of the same prompts, by index of the pass."""
-        vanilla = next((p for p in passes if p.about["drafter"] == "vanilla" and p.about["temperature"] == 0), None)
-        return {
-            index: identity_of(self.target, p, vanilla)
-            for index, p in enumerate(passes)
-            if vanilla and p is not vanilla and p.about["temperature"] == 0 and p.prompts == vanilla.prompts
-        }
+            if measured.about["temperature"] == 0:
+                found = divergences(self.target, measured, vanilla)
+                identities[index] = identity_from(len(measured.generations), found)
+                tasks = greedy_agreement(measured, found)
+            else:
+                tasks = sampled_agreement(measured, vanilla)
+            agreements.append({**{key: measured.about[key] for key in SETTING}, "tasks": tasks})
+        return identities, agreements
 
     def _against_transformers(self, passes: Sequence[Pass]) -> dict[str, Any] | None:
         """The speculative greedy outputs of the first prompts against transformers' own `generate`."""

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,20 +16,34 @@ PROMPTS_PER_NEAR_TIE = 200
 
 
 def identity_of(target: Target, measured: Pass, reference: Pass) -> dict[str, Any]:
-    """Compare token by token. A first divergence counts as a near tie where the target's top-2 logit gap, recomputed
-    in float64 at that place, is under 1e-4; at most 1 in 200 prompts may be one."""
-    near_ties, differing = 0, []
+    """`identity_from` of their `divergences`."""
+    return identity_from(len(measured.generations), divergences(target, measured, reference))
+
+
+def divergences(target: Target, measured: Pass, reference: Pass) -> list[dict[str, Any]]:
+    """Of every output that is not the reference's: its prompt, where they first differ, and the gap of the target's two
+    best logits there, recomputed in float64."""
+    found = []
     for index, (ours, theirs) in enumerate(zip(measured.generations, reference.generations, strict=True)):
         place = first_difference(ours.tokens, theirs.tokens)
-        if place is None:
-            continue
-        gap = top2_gap(target, measured.prompts[index] + ours.tokens[:place])
-        near_ties += gap < NEAR_TIE
-        if gap >= NEAR_TIE:
-            differing.append({"prompt": index, "position": place, "top2_gap": gap})
-    allowed = math.ceil(len(measured.generations) / PROMPTS_PER_NEAR_TIE)
+        if place is not None:
+            gap = top2_gap(target, measured.prompts[index] + ours.tokens[:place])
+            found.append({"prompt": index, "position": place, "top2_gap": gap})
+    return found
+
+
+def is_near_tie(divergence: Mapping[str, Any]) -> bool:
+    """The target itself cannot tell: a gap under 1e-4."""
+    return divergence["top2_gap"] < NEAR_TIE
+
+
+def identity_from(num_prompts: int, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """At most 1 in 200 prompts may diverge at a near tie, none elsewhere."""
+    differing = [one for one in found if not is_near_tie(one)]
+    near_ties = len(found) - len(differing)
+    allowed = math.ceil(num_prompts / PROMPTS_PER_NEAR_TIE)
     return {
-        "num_prompts": len(measured.generations),
+        "num_prompts": num_prompts,
         "outputs_identical_to_vanilla": not differing and near_ties <= allowed,
         "near_tie_divergences": near_ties,
         "divergences": differing,

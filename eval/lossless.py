@@ -6,36 +6,29 @@ same noise), and how long the outputs are.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
-from eval.identity import NEAR_TIE, first_difference, top2_gap
+from eval.identity import is_near_tie
 from eval.rounds import Generation
 from eval.stats import Pass
-from models.target import Target
 
 FEWEST = 5  # expected counts of a class, or it is pooled with others
 
 
-def greedy_divergences(target: Target, measured: Pass, vanilla: Pass) -> list[dict[str, Any]]:
-    """A row a task: prompts, how many outputs are equal, and of the others the first place where they differ, with the
-    gap of the target's two best logits there (float64)."""
-    found: dict[str, dict[str, Any]] = {}
-    rows = zip(measured.domains, measured.prompts, measured.generations, vanilla.generations, strict=True)
-    for index, (task, prompt, ours, theirs) in enumerate(rows):
-        row = found.setdefault(task, {"task": task, "num_prompts": 0, "equal": 0, "near_ties": 0, "divergences": []})
-        row["num_prompts"] += 1
-        place = first_difference(ours.tokens, theirs.tokens)
-        if place is None:
-            row["equal"] += 1
-            continue
-        gap = top2_gap(target, prompt + ours.tokens[:place])
-        row["near_ties"] += gap < NEAR_TIE
-        row["divergences"].append({"prompt": index, "position": place, "top2_gap": gap})
-    return list(found.values())
+def greedy_agreement(measured: Pass, divergences: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row a task: prompts, how many outputs are equal to plain decoding's, and of the others the `divergences`."""
+    found = []
+    for task in dict.fromkeys(measured.domains):
+        own = [one for one in divergences if measured.domains[one["prompt"]] == task]
+        count = measured.domains.count(task)
+        near_ties = sum(map(is_near_tie, own))
+        row = {"task": task, "num_prompts": count, "equal": count - len(own), "near_ties": near_ties}
+        found.append(row | {"divergences": own})
+    return found
 
 
 def sampled_agreement(measured: Pass, vanilla: Pass) -> list[dict[str, Any]]:

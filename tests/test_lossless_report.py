@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from eval.decode import decode
-from eval.lossless import greedy_divergences, length_p_value, sampled_agreement
+from eval.identity import divergences
+from eval.lossless import greedy_agreement, length_p_value, sampled_agreement
 from eval.rounds import Generation
 from eval.stats import Pass
 from eval.verify import Rule
@@ -20,6 +21,10 @@ def pass_of(prompts: list[list[int]], generations: list[Generation], tasks: int 
     return Pass(generations, 1.0, 0.0, 0.0, about={}, domains=domains, prompts=prompts)
 
 
+def agreement(target: Target, measured: Pass, vanilla: Pass) -> list[dict[str, Any]]:
+    return greedy_agreement(measured, divergences(target, measured, vanilla))
+
+
 def test_greedy_outputs_are_counted_by_task_and_divergences_placed(
     tiny_target: Target, tiny_dspark: DSpark, tiny_prompts: list[list[int]]
 ) -> None:
@@ -28,9 +33,9 @@ def test_greedy_outputs_are_counted_by_task_and_divergences_placed(
     changed = [replace(g, tokens=list(g.tokens)) for g in ours]
     changed[3].tokens[2] = (changed[3].tokens[2] + 1) % 40
     vanilla = pass_of(tiny_prompts, plain)
-    rows = greedy_divergences(tiny_target, pass_of(tiny_prompts, ours), vanilla)
+    rows = agreement(tiny_target, pass_of(tiny_prompts, ours), vanilla)
     assert [(row["num_prompts"], row["equal"]) for row in rows] == [(6, 6), (6, 6)]
-    even, odd = greedy_divergences(tiny_target, pass_of(tiny_prompts, changed), vanilla)
+    even, odd = agreement(tiny_target, pass_of(tiny_prompts, changed), vanilla)
     assert (even["task"], even["equal"], odd["equal"]) == ("task 0", 6, 5)
     (found,) = odd["divergences"]
     assert (found["prompt"], found["position"]) == (3, 2) and found["top2_gap"] > 1e-4 and odd["near_ties"] == 0

@@ -90,7 +90,7 @@ def load_tasks(names: Sequence[str], options: TaskOptions) -> tuple[list[SourceP
     missing = []
     for name in names:
         try:
-            prompts = drawn(name, load_task(name, options), options.protocol)
+            prompts = load_task(name, options)
         except FileNotFoundError as error:
             missing.append(str(error))
             continue
@@ -101,23 +101,41 @@ def load_tasks(names: Sequence[str], options: TaskOptions) -> tuple[list[SourceP
 
 
 def load_task(name: str, options: TaskOptions) -> list[SourcePrompt]:
-    """Raises FileNotFoundError that says where the prompts were looked for, and ValueError where they are damaged."""
+    """Under protocol=deepspec of a known task the prompts that its evaluator draws, in its order. Raises
+    FileNotFoundError that says where the prompts were looked for, and ValueError where they are damaged."""
     if name == HELDOUT:
         prompts = load_prompts(None, options.builtin, "heldout")
         return [SourcePrompt(prompt, HELDOUT, prompt.split, None, is_turns=False) for prompt in prompts]
-    folder = options.prompts_dir
-    own = Path(name) if name.endswith(".jsonl") else Path(folder or ".") / f"{name}.jsonl"
-    if not (TASKS / f"{name}.yaml").is_file():
-        if not own.is_file():
-            raise FileNotFoundError(
-                f"tasks: {name} is none of {', '.join([HELDOUT, *known_tasks()])} and no file (looked for {own}); "
-                "set prompts_dir= or give FILE.jsonl"
-            )
-        return checked(read_source(str(own), own.stem))
-    task = to_dataclass(Task, OmegaConf.load(TASKS / f"{name}.yaml"), section=f"tasks/{name}")
+    description = TASKS / f"{name}.yaml"
+    if not description.is_file():
+        found = own_prompts(name, options.prompts_dir)
+        check_ids([found])
+        return found
+    task = to_dataclass(Task, OmegaConf.load(description), section=f"tasks/{name}")
+    found = task_prompts(name, task, options.prompts_dir)
+    check_ids([found])
+    if options.protocol is Protocol.deepspec:
+        random.Random(DEEPSPEC_SEED).shuffle(found)
+        found = found[: task.deepspec_prompts]
+    return found
+
+
+def own_prompts(name: str, folder: str | None) -> list[SourcePrompt]:
+    """Of a JSONL file, or of one in `folder`."""
+    path = Path(name) if name.endswith(".jsonl") else Path(folder or ".") / f"{name}.jsonl"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"tasks: {name} is none of {', '.join([HELDOUT, *known_tasks()])} and no file (looked for {path}); "
+            "set prompts_dir= or give FILE.jsonl"
+        )
+    return read_source(str(path), path.stem)
+
+
+def task_prompts(name: str, task: Task, folder: str | None) -> list[SourcePrompt]:
+    """From its file in `folder`, or else from the hub."""
     path = None if folder is None else Path(folder) / task.file
     if path is not None and path.is_file():
-        return checked(read_source(str(path), name))
+        return read_source(str(path), name)
     looked = "prompts_dir is not set" if path is None else f"there is no {path}"
     if task.hub is None:
         raise FileNotFoundError(f"tasks: {name}: {looked}, and it is not on the hub as prompts")
@@ -125,22 +143,7 @@ def load_task(name: str, options: TaskOptions) -> list[SourcePrompt]:
         records = open_hub(task.hub.path, task.hub.split, name=task.hub.name, data_files=task.hub.data_files)
     except ValueError as error:
         raise FileNotFoundError(f"tasks: {name}: {looked}, and {error}") from error
-    return checked(prompts_of(records, name, turns_of=task.turns_of))
-
-
-def checked(prompts: list[SourcePrompt]) -> list[SourcePrompt]:
-    check_ids([prompts])
-    return prompts
-
-
-def drawn(name: str, prompts: list[SourcePrompt], protocol: Protocol) -> list[SourcePrompt]:
-    """Under protocol=deepspec the prompts of a known task that its evaluator draws, in its order."""
-    path = TASKS / f"{name}.yaml"
-    if protocol is Protocol.own or not path.is_file():
-        return prompts
-    shuffled = list(prompts)
-    random.Random(DEEPSPEC_SEED).shuffle(shuffled)
-    return shuffled[: OmegaConf.load(path).deepspec_prompts]
+    return prompts_of(records, name, turns_of=task.turns_of)
 
 
 def turn_prompt(source: SourcePrompt, answers: Sequence[str]) -> Prompt | None:

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.optimize import root_scalar
-from scipy.special import expit, logit
 from scipy.stats import rankdata
+from torch import Tensor
 
 from eval.rounds import Generation
-from eval.schedule import Scaling, calibrated
+from eval.schedule import Scaling, calibrated, scaled
 from models.checkpoint import CALIBRATION
 from models.files import read_json
 
@@ -56,11 +56,6 @@ def recorded(generations: Sequence[Generation]) -> Recorded:
     return Recorded(confidence, (slots < accepted).astype(np.float64), slots < proposed)
 
 
-def scaled(confidence: Floats, scaling: Scaling | None) -> Floats:
-    """`calibrated` of arrays [N, K]."""
-    return calibrated(torch.from_numpy(confidence), scaling).numpy()
-
-
 def bins_of(predicted: Floats) -> NDArray[np.int64]:
     return np.minimum((predicted * NUM_BINS).astype(np.int64), NUM_BINS - 1)
 
@@ -75,38 +70,35 @@ class Form(StrEnum):
 def fit_scaling(rounds: Recorded, form: Form) -> Scaling:
     """A slot without both outcomes keeps its confidence."""
     fitted: list[tuple[float, float, float]] = []
-    before = np.ones(len(rounds.confidence))
-    for slot in range(rounds.confidence.shape[1]):
-        known, column = rounds.known[:, slot], rounds.confidence[:, slot]
+    of_all = torch.logit(torch.from_numpy(rounds.confidence))
+    before = torch.ones(len(of_all), dtype=torch.float64)
+    for slot in range(of_all.shape[1]):
+        known = rounds.known[:, slot]
         best, outcomes = (1.0, 0.0, 0.0), rounds.survived[known, slot]
         if 0 < outcomes.sum() < len(outcomes):
-            logits, reached = logit(column[known]), before[known]
+            rows = torch.from_numpy(known)
+            logits, reached = of_all[rows, slot], before[rows]
             candidates = [(float(t), 0.0, 0.0) for t in GRID]
             if form is Form.full:
                 candidates = [
-                    (float(t), _matching_bias(logits / t, reached, floor, outcomes.mean()), floor)
+                    (float(t), _matching_bias(logits / float(t), reached, floor, outcomes.mean()), floor)
                     for t in GRID[:: len(GRID) // 20]
                     for floor in FLOORS
                 ]
             score = calibration_error if form is Form.temperatures else surprise
-            scores = [score(reached * _scaled(logits, *candidate), outcomes) for candidate in candidates]
+            scores = [score((reached * scaled(logits, *candidate)).numpy(), outcomes) for candidate in candidates]
             best = candidates[int(np.argmin(scores))]
         fitted.append(best)
-        before = before * _scaled(logit(column), *best)
+        before = before * scaled(of_all[:, slot], *best)
     temperatures, biases, floors = zip(*fitted, strict=True)
     return Scaling(temperatures, biases, floors)
 
 
-def _scaled(logits: Floats, temperature: float, bias: float, floor: float) -> Floats:
-    return floor + (1 - floor) * expit(logits / temperature + bias)
-
-
-def _matching_bias(logits: Floats, reached: Floats, floor: float, survived: float) -> float:
-    """With which the mean of reached * (floor + (1 - floor) * sigmoid(logits + bias)) is `survived`, or the nearest of
-    the range."""
+def _matching_bias(logits: Tensor, reached: Tensor, floor: float, survived: float) -> float:
+    """With which the mean of what survives is `survived`, or the nearest of the range."""
 
     def excess(bias: float) -> float:
-        return float((reached * _scaled(logits, 1.0, bias, floor)).mean() - survived)
+        return float((reached * scaled(logits, 1.0, bias, floor)).mean() - survived)
 
     if excess(MOST_BIAS) <= 0:
         return MOST_BIAS
@@ -156,7 +148,7 @@ class Calibration:
 
 
 def assess(rounds: Recorded, scaling: Scaling | None = None) -> Calibration:
-    survival = np.cumprod(scaled(rounds.confidence, scaling), axis=1)
+    survival = calibrated(torch.from_numpy(rounds.confidence), scaling).cumprod(1).numpy()
     columns: dict[str, list[Any]] = {name: [] for name in Calibration.__dataclass_fields__}
     for slot in range(survival.shape[1]):
         known = rounds.known[:, slot]

@@ -34,8 +34,8 @@ ASYNC = ScheduleName["async"]
 
 @dataclass(frozen=True)
 class Scaling:
-    """Of each slot's confidence: its logit is divided by a temperature and a bias is added; of the probability that
-    follows, the part above a floor is filled: floor + (1 - floor) * sigmoid(logit / temperature + bias)."""
+    """Numbers of each slot for `scaled`: the logit is divided by a temperature and a bias is added, and what follows
+    fills the part above a floor."""
 
     temperatures: tuple[float, ...]
     biases: tuple[float, ...]
@@ -182,8 +182,12 @@ def calibrated(confidence: Tensor, scaling: Scaling | None) -> Tensor:
         return confidence
     numbers = (scaling.temperatures, scaling.biases, scaling.floors)
     of_slots = torch.tensor(numbers, dtype=torch.float64, device=confidence.device)[:, : confidence.shape[1]]
-    divisors, biases, floors = of_slots
-    return floors + (1 - floors) * torch.sigmoid(torch.logit(confidence.double()) / divisors + biases)
+    return scaled(torch.logit(confidence.double()), *of_slots)
+
+
+def scaled(logits: Tensor, temperature: Tensor | float, bias: Tensor | float, floor: Tensor | float) -> Tensor:
+    """The probability that a `Scaling` makes of a confidence's logit."""
+    return floor + (1 - floor) * torch.sigmoid(logits / temperature + bias)
 
 
 def algorithm1(survival: Sequence[Sequence[float]], steps_per_second: Callable[[int], float]) -> list[int]:

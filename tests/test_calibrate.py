@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from eval.calibrate import (
     Form,
@@ -17,10 +18,9 @@ from eval.calibrate import (
     fit_scaling,
     load_scaling,
     recorded,
-    scaled,
 )
 from eval.rounds import Generation, Round
-from eval.schedule import Scaling
+from eval.schedule import Scaling, calibrated
 from models.checkpoint import CALIBRATION
 from models.files import write_json
 
@@ -148,7 +148,8 @@ def test_measures_are_of_the_rounds_that_proposed_a_slot() -> None:
 def test_temperatures_divide_logits_and_pass_certainties() -> None:
     scaling = Scaling((2.0, 3.0, 1.0), (0.0, 1.0, -1.0), (0.2, 0.0, 0.5))
     expected = [0.2 + 0.8 * 0.75, 1 / (1 + np.exp(-1)), 1.0]
-    assert scaled(np.array([[0.9, 0.5, 1.0]]), scaling)[0] == pytest.approx(expected, abs=1e-6)
+    found = calibrated(torch.tensor([[0.9, 0.5, 1.0]], dtype=torch.float64), scaling)
+    assert found[0].tolist() == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("found", [[1.0, 2.0], [1.0, 2.0, 0.0], "1", None])

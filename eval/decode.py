@@ -14,7 +14,7 @@ from eval.rounds import NUM_RANKED, DecodeResult, Generation, Round
 from eval.schedule import Schedule, ScheduleName, Scheduler
 from eval.verify import Rule, verify
 from models.base import Proposal, Proposer, TreeProposer
-from models.sampling import Purpose, Sampler, SamplingConfig, SeenTokens
+from models.sampling import Purpose, Ranking, Sampler, SamplingConfig, SeenTokens
 from models.target import Target, pad_rows
 from models.trees import TreePolicy, ancestors, depths
 
@@ -83,8 +83,9 @@ def decode(
                 if not batch.keep_running():
                     break
             batch.step()
-    seconds = time.perf_counter() - began
-    times = (seconds, run.draft_seconds, run.verify_seconds, run.prompt_seconds)
+    ranked = 0.0 if run.ranking is None else run.ranking.seconds
+    seconds = time.perf_counter() - began - ranked - run.overlap_seconds  # without what only a diagnosis needs
+    times = (seconds, run.draft_seconds - ranked, run.verify_seconds, run.prompt_seconds)
     return DecodeResult([done[i] for i in range(len(prompts))], *times, run.steps)
 
 
@@ -135,8 +136,9 @@ class _Run:
         self.target, self.drafter, self.config, self.ends = target, drafter, config, ends
         self.scheduler = Scheduler(config.schedule)
         self.with_features = drafter is not None and drafter.needs_features
-        self.draft_seconds = self.verify_seconds = self.prompt_seconds = 0.0
+        self.draft_seconds = self.verify_seconds = self.prompt_seconds = self.overlap_seconds = 0.0
         self.steps = 0
+        self.ranking = Ranking(NUM_RANKED) if config.diagnose else None
         if config.tree is not None and not isinstance(drafter, TreeProposer):
             raise ValueError(f"a draft tree needs a drafter that grows one (EAGLE-3), got {type(drafter).__name__}")
 
@@ -165,8 +167,7 @@ class _Batch:
         seen = None
         if self.config.sampling.has_penalties:
             seen = SeenTokens.of_prompts(tokens, counts, target.spec.vocab_size)
-        num_ranked = NUM_RANKED if self.config.diagnose else 0
-        self.sampler = Sampler(self.config.sampling, torch.tensor(request_ids, device=device), seen, num_ranked)
+        self.sampler = Sampler(self.config.sampling, torch.tensor(request_ids, device=device), seen, run.ranking)
         capacity = max(room, tokens.shape[1])
         self.cache = target.new_cache(len(prompts), capacity, is_static=self.config.cuda_graphs)
         output = target.forward(tokens, self.cache, with_features=run.with_features)
@@ -244,11 +245,13 @@ class _Batch:
         target_probs = self.sampler.probs(target.logits(output.hidden, output.tokens), shown.tokens, behind=behind)
         threshold, positions = self.config.lossy_threshold, self.cache.lengths + 1
         verdict = verify(self.config.rule, shown, target_probs, positions, self.sampler, threshold=threshold)
-        run.verify_seconds += time.perf_counter() - drafted
-        run.steps += 1
+        verified = time.perf_counter()
         overlap = overlap_of(shown, target_probs) if self.config.diagnose and shown.parents is None else None
-        counts, features = verdict.num_accepted + 1, output.features
         began_advance = time.perf_counter()
+        run.verify_seconds += verified - drafted
+        run.overlap_seconds += began_advance - verified
+        run.steps += 1
+        counts, features = verdict.num_accepted + 1, output.features
         if verdict.path is None:
             self.cache.advance(counts)
             accepted = shown.tokens

@@ -51,7 +51,7 @@ class Generation:
 @dataclass(frozen=True)
 class DecodeResult:
     """Generations in the order of the prompts, and where the time went (seconds): the prompts' own forward, drafting,
-    verifying; the rest is this loop's. `steps` are rounds of a batch."""
+    verifying; the rest is this loop's. What only a diagnosis needs is left out. `steps` are rounds of a batch."""
 
     generations: list[Generation]
     seconds: float

@@ -119,7 +119,7 @@ class Proposal:
     candidate_ids: Tensor | None = None  # [B, K, C] int64 target ids of the columns of probs
     confidence: Tensor | None = None  # [B, K] predicted P(accepted | prefix accepted)
     parents: Tensor | None = None  # [B, K] int64 index of the parent draft token, -1 = root; None = a chain
-    ranked: Tensor | None = None  # [B, K, N] int64 likeliest tokens of each slot, if `Sampler.num_ranked` asks
+    ranked: Tensor | None = None  # [B, K, N] int64 likeliest tokens of each slot, if `Sampler.ranking` asks
 
 
 class DraftState(Protocol):

@@ -137,7 +137,7 @@ class DSpark(BlockDrafter):
             tokens=torch.stack(tokens, dim=1),
             probs=torch.stack(probs, dim=1),
             lengths=torch.full_like(last, num_draft_tokens),
-            confidence=torch.stack(confidences, dim=1) if confidences else None,
+            confidence=stacked(confidences),
             ranked=stacked(ranked),
         )
 

@@ -1,5 +1,6 @@
 """Logits to probabilities, and draws whose random numbers are keyed by what they decide, never by batch order."""
 
+import time
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -132,6 +133,14 @@ def _marked(found: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:
     return found | (counted.scatter_add_(1, tokens, valid.long()) > 0)
 
 
+@dataclass
+class Ranking:
+    """How many of the likeliest tokens are asked for, and how long looking for them took: it is no part of drafting."""
+
+    count: int
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True)
 class Sampler:
     """Sampling of B running requests; requests keep their random numbers wherever they sit in the batch."""
@@ -139,7 +148,7 @@ class Sampler:
     config: SamplingConfig
     request_ids: Tensor  # [B] int64
     seen: SeenTokens | None = None  # with penalties
-    num_ranked: int = 0  # likeliest tokens of every slot that drafters name beside what they draw
+    ranking: Ranking | None = None  # drafters name the likeliest tokens of every slot beside what they draw
 
     def probs(
         self,
@@ -189,11 +198,14 @@ class Sampler:
 
     def ranked(self, logits: Tensor, ids: Tensor | None = None) -> Tensor | None:
         """The likeliest tokens of a drafter's logits [..., V or W], most likely first, before filters: target ids
-        [..., num_ranked], `ids` [W] those of its columns; None where nobody asks."""
-        if not self.num_ranked:
+        [..., count], `ids` [W] those of its columns; None where nobody asks."""
+        if self.ranking is None:
             return None
-        columns = logits.topk(min(self.num_ranked, logits.shape[-1]), dim=-1).indices
-        return columns if ids is None else ids[columns]
+        began = time.perf_counter()
+        columns = logits.topk(min(self.ranking.count, logits.shape[-1]), dim=-1).indices
+        found = columns if ids is None else ids[columns]
+        self.ranking.seconds += time.perf_counter() - began
+        return found
 
     def uniform(self, positions: Tensor, purpose: Purpose) -> Tensor:
         """Float64 in [0, 1) for each position [B, ...], keyed by (seed, request, position, purpose)."""

@@ -103,7 +103,7 @@ class Recorder:
     labels: list[int]
     logits: list[Tensor]
     seen = None  # no penalties
-    num_ranked = 0
+    ranking = None
     draw_block = Sampler.draw_block
     ranked = Sampler.ranked
 

@@ -55,7 +55,7 @@ class ForcedRows:
     columns: Tensor  # [N, K] of the head
     first_positions: Tensor  # [N]
     logits: list[Tensor] = field(default_factory=list)
-    num_ranked = 0
+    ranking = None
     ranked = Sampler.ranked
 
     def probs(self, logits: Tensor, *_drafted: Tensor, **_options: Any) -> Tensor:

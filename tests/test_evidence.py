@@ -1,10 +1,14 @@
 """What rounds record of their drafts, against what was drafted and what came out, and what is counted of it."""
 
+import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
+import eval.decode as decode_module
 from eval.decode import decode
 from eval.evidence import by_context, evidence
 from eval.rounds import NUM_RANKED, Generation, Round
@@ -15,7 +19,7 @@ from models.independent import IndependentDrafter
 from models.sampling import SamplingConfig
 from models.target import Target, TargetConfig
 from tests.chains import lively_eagle3
-from tests.test_decode import SAMPLED, config_of
+from tests.test_decode import GREEDY, SAMPLED, config_of
 
 KINDS = ["dspark", "dflash", "eagle3", "eagle3_reduced", "independent"]
 
@@ -119,3 +123,25 @@ def test_nothing_recorded_says_nothing() -> None:
     assert found["rejections"] is None and found["oracle_length"] is None
     assert found["recall_at_1"] == found["acceptance_estimate"] == [None, None]
     assert by_context([Generation(0)], [[1]]) == []
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_diagnosis_takes_no_part_in_the_times(
+    monkeypatch: pytest.MonkeyPatch, tiny_target: Target, tiny_prompts: list[list[int]], drafters: Any, sampling: Any
+) -> None:
+    """However long it takes: here ten milliseconds for every slot and every round."""
+    overlap, topk = decode_module.overlap_of, torch.Tensor.topk
+
+    def slow(call: Any, *arguments: Any, **options: Any) -> Any:
+        time.sleep(0.01)
+        return call(*arguments, **options)
+
+    monkeypatch.setattr(decode_module, "overlap_of", partial(slow, overlap))
+    monkeypatch.setattr(torch.Tensor, "topk", lambda *arguments, **options: slow(topk, *arguments, **options))
+    config = config_of(sampling=sampling, max_new_tokens=12, batch_size=3, diagnose=True)
+    began = time.perf_counter()
+    result = decode(tiny_target, drafters["dspark"], tiny_prompts, config)
+    slept = 0.01 * result.steps * (1 + config.num_draft_tokens)
+    assert time.perf_counter() - began > slept > 0.5
+    for seconds in (result.seconds, result.draft_seconds + result.verify_seconds + result.prompt_seconds):
+        assert 0 < seconds < 0.7 * slept

@@ -78,7 +78,7 @@ class Forced:
     first_position: int
     logits: list[Tensor] = field(default_factory=list)
     seen = None  # no penalties
-    num_ranked = 0
+    ranking = None
     draw_block = Sampler.draw_block
     ranked = Sampler.ranked
 

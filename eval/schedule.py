@@ -60,8 +60,11 @@ class Schedule:
 
 
 class _Plan(NamedTuple):
+    """Of a round: expected tokens a second, seconds, tokens that are verified."""
+
     rate: float
     seconds: float
+    tokens: int
 
 
 @dataclass
@@ -73,25 +76,27 @@ class Scheduler:
     mean: list[float] = field(default_factory=list)  # confidence of each slot over the requests of late
     round: int = 0
     shortened: int = 0  # rounds since the last one that drafted in full
+    capacity: int | None = None  # tokens to verify in this round by what was known two rounds ago; None = as drafted
+    seconds: dict[tuple[int, int, int], float] = field(default_factory=dict)  # of steps that were looked at
 
     def draft_length(self, request_ids: Sequence[int], num_draft_tokens: int) -> int:
         """Begin a round; how many tokens to draft in it, of at most so many. By what was known two rounds ago: the
         length at which most expected tokens a second come out, which the gate alone may set to none."""
-        self.round += 1
-        costs, name = self.schedule.costs, self.schedule.name
-        cuts = name in (ScheduleName.algorithm1, ASYNC)
-        if costs is None or not (cuts or self.schedule.gate):
+        self.round, self.capacity = self.round + 1, None
+        if self.schedule.costs is None or not (self._cuts or self.schedule.gate):
             return num_draft_tokens
         known = self._stale(request_ids)
         if known is None:
             return num_draft_tokens
-        candidates = ([0] if self.schedule.gate else []) + (list(range(1, num_draft_tokens)) if cuts else [])
-        plans = {length: self._plan(known, length, costs) for length in [*candidates, num_draft_tokens]}
+        candidates = ([0] if self.schedule.gate else []) + (list(range(1, num_draft_tokens)) if self._cuts else [])
+        plans = {length: self._plan(known, length) for length in [*candidates, num_draft_tokens]}
         best = max(plans, key=lambda length: (plans[length].rate, length))
         full, chosen = plans[num_draft_tokens].seconds, plans[best].seconds
         is_due = self.shortened >= min(PROBE_ROUNDS, (full / chosen - 1) / PROBE_SHARE)
         self.shortened = 0 if is_due or best == num_draft_tokens else self.shortened + 1
-        return best if self.shortened else num_draft_tokens
+        length = best if self.shortened else num_draft_tokens
+        self.capacity = plans[length].tokens
+        return length
 
     def lengths(self, proposal: Proposal, request_ids: Sequence[int]) -> Tensor:
         """[B] int64 of this round's proposal."""
@@ -104,57 +109,64 @@ class Scheduler:
         survival = confidence.double().cumprod(1)
         slots = torch.arange(survival.shape[1], device=survival.device)
         survival = survival.masked_fill(slots >= proposal.lengths[:, None], 0.0)
-        stale = self._stale(request_ids)
         rows = survival.tolist()
         self._remember(request_ids, rows, confidence.double().mean(0).tolist())
-        if name is ScheduleName.fixed:
+        if name is ScheduleName.fixed or (name is ASYNC and self.capacity is None):
             return proposal.lengths
         if name is ScheduleName.confidence:
             confident = (confidence >= self.schedule.threshold).long().cumprod(1).sum(1)
             return torch.minimum(confident, proposal.lengths)
-        costs, count = self.schedule.costs, len(request_ids)
-        assert costs is not None
+        count, num_drafts = survival.shape
         if name is ScheduleName.algorithm1:
-            found = algorithm1(rows, lambda tokens: 1 / self._seconds(count, tokens, survival.shape[1], costs))
-        elif stale is None:
-            return proposal.lengths
+            found = algorithm1(rows, lambda tokens: 1 / self._seconds(count, tokens, num_drafts))
         else:
-            found = allocate(rows, self._capacity(stale, costs) - count)
+            assert self.capacity is not None
+            found = allocate(rows, self.capacity - count)
         lengths = torch.tensor(found, device=proposal.lengths.device)
         return torch.minimum(lengths, proposal.lengths)
 
     def forget(self, request_id: int) -> None:
         self.past.pop(request_id, None)
 
-    def _plan(self, known: list[list[float]], num_drafts: int, costs: CostTable) -> _Plan:
-        """What a round of so many drafts is worth: expected tokens a second, and its seconds."""
-        survival, count = [row[:num_drafts] for row in known], len(known)
-        lengths = self._planned(survival, costs) if num_drafts else [0] * count
-        expected = count + sum(sum(row[:length]) for row, length in zip(survival, lengths, strict=True))
-        seconds = self._seconds(count, count + sum(lengths), num_drafts, costs)
-        return _Plan(expected / seconds, seconds)
+    @property
+    def _cuts(self) -> bool:
+        """Whether the schedule weighs every token against its cost."""
+        return self.schedule.name in (ScheduleName.algorithm1, ASYNC)
 
-    def _planned(self, survival: list[list[float]], costs: CostTable) -> list[int]:
-        """Lengths that this schedule would take of such survivals."""
-        name, threshold = self.schedule.name, self.schedule.threshold
-        if name is ScheduleName.fixed:
+    def _plan(self, known: list[list[float]], num_drafts: int) -> _Plan:
+        """What a round of so many drafts is worth."""
+        survival, count = [row[:num_drafts] for row in known], len(known)
+
+        def seconds(tokens: int) -> float:
+            return self._seconds(count, tokens, num_drafts)
+
+        if self._cuts:
+            tokens, rate = best_capacity(survival, seconds)
+            return _Plan(rate, seconds(tokens), tokens)
+        lengths = self._lengths_by_threshold(survival)
+        expected = count + sum(sum(row[:length]) for row, length in zip(survival, lengths, strict=True))
+        tokens = count + sum(lengths)
+        return _Plan(expected / seconds(tokens), seconds(tokens), tokens)
+
+    def _lengths_by_threshold(self, survival: list[list[float]]) -> list[int]:
+        """Lengths that `fixed` and `confidence` would take of such survivals."""
+        if self.schedule.name is ScheduleName.fixed:
             return [len(row) for row in survival]
-        if name is ScheduleName.confidence:
-            confidences = [[b / a if a else 0.0 for a, b in pairwise([1.0, *row])] for row in survival]
-            return [next((k for k, c in enumerate(row) if c < threshold), len(row)) for row in confidences]
-        return allocate(survival, self._capacity(survival, costs) - len(survival))
+        confidences = [[b / a if a else 0.0 for a, b in pairwise([1.0, *row])] for row in survival]
+        unsure = ((k for k, c in enumerate(row) if c < self.schedule.threshold) for row in confidences)
+        return [next(slots, len(row)) for slots, row in zip(unsure, confidences, strict=True)]
 
     def _extended(self, survival: list[float]) -> list[float]:
         return [*survival[:-1], *accumulate(self.mean[len(survival) :], mul, initial=survival[-1])]
 
-    def _capacity(self, survival: list[list[float]], costs: CostTable) -> int:
-        count, num_drafts = len(survival), len(survival[0])
-        return best_capacity(survival, lambda tokens: self._seconds(count, tokens, num_drafts, costs))
-
-    @staticmethod
-    def _seconds(count: int, tokens: int, num_drafts: int, costs: CostTable) -> float:
+    def _seconds(self, count: int, tokens: int, num_drafts: int) -> float:
         """Of a whole step: the draft is paid for, however few of its tokens are verified."""
-        return costs.draft_seconds(count, num_drafts) + costs.verify_seconds(count, tokens)
+        key = (count, tokens, num_drafts)
+        if key not in self.seconds:
+            costs = self.schedule.costs
+            assert costs is not None
+            self.seconds[key] = costs.draft_seconds(count, num_drafts) + costs.verify_seconds(count, tokens)
+        return self.seconds[key]
 
     def _remember(self, request_ids: Sequence[int], survival: list[list[float]], mean: list[float]) -> None:
         for request, row in zip(request_ids, survival, strict=True):
@@ -208,9 +220,9 @@ def algorithm1(survival: Sequence[Sequence[float]], steps_per_second: Callable[[
     return lengths
 
 
-def best_capacity(survival: Sequence[Sequence[float]], seconds: Callable[[int], float]) -> int:
+def best_capacity(survival: Sequence[Sequence[float]], seconds: Callable[[int], float]) -> tuple[int, float]:
     """Over the whole curve, which need not be smooth: the number of tokens, the requests' newest ones among them, that
-    gives most expected tokens a second. For survivals that this round's tokens cannot have changed."""
+    gives most expected tokens a second, and how many. For survivals that this round's tokens cannot have changed."""
     count = len(survival)
     expected, tokens = float(count), count
     best = tokens, expected / seconds(tokens)
@@ -218,7 +230,7 @@ def best_capacity(survival: Sequence[Sequence[float]], seconds: Callable[[int], 
         expected, tokens = expected + value, tokens + 1
         if (rate := expected / seconds(tokens)) > best[1]:
             best = tokens, rate
-    return best[0]
+    return best
 
 
 def allocate(survival: Sequence[Sequence[float]], num_drafts: int) -> list[int]:

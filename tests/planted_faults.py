@@ -245,4 +245,4 @@ def proposes_nothing(drafter: Any, state: Any, last: Tensor, *rest: Any, right: 
 
 
 def looks_back_from_the_whole_curve(survival: list[list[float]], speed: Callable[[int], float]) -> list[int]:
-    return allocate(survival, best_capacity(survival, lambda n: 1 / speed(n)) - len(survival))
+    return allocate(survival, best_capacity(survival, lambda n: 1 / speed(n))[0] - len(survival))

@@ -128,7 +128,8 @@ def test_algorithm1_admits_by_survival_and_stops_at_the_first_that_does_not_pay(
 def test_the_best_capacity_is_the_best_of_all(survival: list[list[float]], costs: list[float]) -> None:
     ordered = sorted((value for row in survival for value in row if value), reverse=True)
     rates = [(len(survival) + sum(ordered[:n])) / costs[len(survival) + n] for n in range(len(ordered) + 1)]
-    assert best_capacity(survival, lambda n: costs[n]) == len(survival) + rates.index(max(rates))
+    capacity, rate = best_capacity(survival, lambda n: costs[n])
+    assert (capacity, rate) == (len(survival) + rates.index(max(rates)), pytest.approx(max(rates)))
 
 
 @given(survivals(), st.integers(0, 24))

@@ -12,12 +12,11 @@ import torch
 from scipy.optimize import isotonic_regression
 
 from models.base import Proposer
-from models.sampling import Sampler, SamplingConfig
+from models.sampling import GREEDY, Sampler
 from models.target import Target, pad_rows
 
 REPEATS = 5
 LOADS = (1, 2, 4, 8, 16, 32, 64)
-GREEDY = SamplingConfig(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,12 @@ from eval.costs import LOADS, CostTable, measure_costs
 from eval.decode import DecodeConfig, decode
 from eval.identity import divergences, identity_from, identity_of
 from eval.lossless import greedy_agreement, sampled_agreement
+from eval.markdown import setting_of
 from eval.passes import Passes
 from eval.plots import reliability_diagram
 from eval.report import build_report
 from eval.rounds import DecodeResult, Generation
-from eval.schedule import Schedule, ScheduleName
+from eval.schedule import FIXED, Schedule, ScheduleName
 from eval.simulate import compare
 from eval.stats import Pass
 from eval.subject import VANILLA, Subject, ngram
@@ -39,7 +40,6 @@ from models.sampling import SamplingConfig
 from models.target import Target, TargetConfig
 from models.trees import TreePolicy
 
-FIXED = Schedule(ScheduleName.fixed, 0.0)
 SAME_QUESTION = ("temperature", "task_set", "max_new_tokens")  # of passes that may be compared with each other
 SETTING = ("drafter", "num_draft_tokens", "temperature", "rule", "lossless")
 AUTO_PROMPTS = 16  # num_draft_tokens=auto learns from so many at least how long drafts survive
@@ -312,7 +312,7 @@ class Harness:
             "max_new_tokens": config.max_new_tokens,
             "task_set": plan.task_set,
         }
-        label = f"{plan.subject.name} T={plan.temperature:g} K={plan.num_draft_tokens} {plan.task_set}"
+        label = f"{setting_of(about)} {plan.task_set}"
         target, drafter, tokenizer = self._target_of(plan.subject), plan.subject.drafter, self.tokenizer
 
         def run(prompts: Sequence[list[int]], ids: Sequence[int], on_finish: Callable[..., object]) -> DecodeResult:

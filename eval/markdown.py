@@ -55,6 +55,10 @@ def lossy_note(rows: Sequence[Mapping[str, Any]]) -> str:
     return f" LOSSY: {names}: outputs are NOT distributed as the target's own. All other rows are lossless."
 
 
+def setting_of(row: Mapping[str, Any]) -> str:
+    return f"{row['drafter']} T={row['temperature']:g} K={row['num_draft_tokens']}"
+
+
 def speed_remark(row: Mapping[str, Any]) -> str | None:
     """Says plainly where speculation is slower than plain decoding, and why."""
     vanilla = row["vanilla_tokens_per_second"]
@@ -68,8 +72,7 @@ def speed_remark(row: Mapping[str, Any]) -> str | None:
     )
     if ratio < 1:
         why += "; on this device a verification costs more for every token it checks, so few drafts pay"
-    setting = f"{row['drafter']} T={row['temperature']:g} K={row['num_draft_tokens']}"
-    return f"- {setting}: {ratio:.2f}x vanilla, {verdict} ({why})."
+    return f"- {setting_of(row)}: {ratio:.2f}x vanilla, {verdict} ({why})."
 
 
 def evidence_line(row: Mapping[str, Any]) -> str | None:
@@ -82,7 +85,7 @@ def evidence_line(row: Mapping[str, Any]) -> str | None:
     recalls = ["/".join(_number(value) for value in row[f"recall_at_{count}"]) for count in (1, 16)]
     times = ", ".join(f"{name} {1e3 * row[f'{name}_step_seconds']:.1f}" for name in ("draft", "verify", "overhead"))
     return (
-        f"- {row['drafter']} T={row['temperature']:g} K={row['num_draft_tokens']}: {total} drafts were corrected, "
+        f"- {setting_of(row)}: {total} drafts were corrected, "
         f"{missed} to a token outside the drafter's likeliest 16; recall at 1 {recalls[0]}, at 16 {recalls[1]}; "
         f"{_number(row['oracle_length'])} tokens a round if the right one of 16 were always drafted; milliseconds a "
         f"round of the batch: {times}; first token after {1e3 * row['first_token_seconds']:.0f} ms."
@@ -104,8 +107,7 @@ def lossless_line(found: Mapping[str, Any]) -> str:
         if found["temperature"] == 0
         else "same first verified tokens and lengths as vanilla"
     )
-    setting = f"{found['drafter']} T={found['temperature']:g} K={found['num_draft_tokens']} ({found['rule']})"
-    return f"- {setting}: {what}: {'; '.join(parts)}."
+    return f"- {setting_of(found)} ({found['rule']}): {what}: {'; '.join(parts)}."
 
 
 def comparison_line(found: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.prompts import builtin_prompts, read_prompts
 from eval.decode import DecodeConfig, decode
-from eval.schedule import Schedule, ScheduleName
+from eval.schedule import FIXED
 from eval.stats import acceptance_stats
 from eval.subject import load_subject
 from eval.tasks import render_prompts
@@ -46,7 +46,7 @@ class Probe:
             batch_size=len(self.prompts),
             num_draft_tokens=subject.drafter.num_draft_tokens,
             rule=Rule.ratio,
-            schedule=Schedule(ScheduleName.fixed, 0),
+            schedule=FIXED,
             sampling=SamplingConfig(self.temperature, 0, 1.0, 0.0, 0),
         )
         result = decode(self.target.capturing(subject.layer_ids), subject.drafter, self.prompts, config)

@@ -59,6 +59,9 @@ class Schedule:
             raise ValueError(f"schedule={self.name} with gate={str(self.gate).lower()} needs a cost table")
 
 
+FIXED = Schedule(ScheduleName.fixed, 0.0)
+
+
 class _Plan(NamedTuple):
     """Of a round: expected tokens a second, seconds, tokens that are verified."""
 

@@ -13,7 +13,7 @@ import torch
 
 from eval.costs import CostTable
 from eval.rounds import Generation, Round
-from eval.schedule import ASYNC, Scaling, Schedule, ScheduleName, Scheduler
+from eval.schedule import ASYNC, FIXED, Scaling, Schedule, ScheduleName, Scheduler
 from models.base import Proposal
 
 WARM_UP = 10  # rounds that are not counted: schedules that look back have no past in the first ones
@@ -98,8 +98,7 @@ def compare(
 ) -> dict[str, list[Load]]:
     """Plain decoding, every fixed length, and the schedules with and without the gate, at each load."""
     full = costs.num_draft_tokens
-    plain = Schedule(ScheduleName.fixed, 0.0)
-    plans = {"vanilla": (plain, 0)} | {f"fixed {k}": (plain, k) for k in range(1, full + 1)}
+    plans = {"vanilla": (FIXED, 0)} | {f"fixed {k}": (FIXED, k) for k in range(1, full + 1)}
     for name in (ScheduleName.confidence, ScheduleName.algorithm1, ASYNC):
         for gate in (False, True):
             schedule = Schedule(name, threshold, costs, scaling, gate)

@@ -44,6 +44,9 @@ class SamplingConfig:
         return self.repetition_penalty != 1 or self.presence_penalty != 0
 
 
+GREEDY = SamplingConfig(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+
+
 class Purpose(IntEnum):
     """What a random number decides. One position may need one of each; they must not share a number."""
 

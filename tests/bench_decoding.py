@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 from data.prompts import builtin_prompts
 from eval.autotune import choose_num_draft_tokens
 from eval.decode import DecodeConfig, decode
-from eval.schedule import Schedule, ScheduleName
+from eval.schedule import FIXED
 from eval.tasks import render_prompts
 from eval.verify import Rule
 from models.checkpoint import load_drafter, resolve_folder
 from models.dspark import DSpark
-from models.sampling import SamplingConfig
+from models.sampling import GREEDY
 from models.target import Target, load_target, load_tokenizer
 from tests.bench_extract import embedded_target
 from tests.bench_setting import fastest
@@ -39,8 +39,8 @@ def settings(batch_size: int, num_draft_tokens: int, *, max_new_tokens: int = NU
         batch_size=batch_size,
         num_draft_tokens=num_draft_tokens,
         rule=Rule.ratio,
-        schedule=Schedule(ScheduleName.fixed, 0.0),
-        sampling=SamplingConfig(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0),
+        schedule=FIXED,
+        sampling=GREEDY,
     )
 
 

@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import models.target as target_module
-from eval.decode import DecodeConfig, decode
+from eval.decode import decode
 from eval.schedule import Schedule, ScheduleName
-from eval.verify import Rule
 from models.dspark import DSpark
 from models.graphs import Replay
-from models.sampling import SamplingConfig
 from models.target import Target
+from tests.test_decode import SAMPLED, config_of
 from tests.tiny_families import FAMILIES, build, check_close, random_ids
 
 WAITS = {f"aten::{name}" for name in ("item", "_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select")}
@@ -94,11 +93,10 @@ def test_decoding_by_replays_equals_decoding_without(
     """Rows are refilled and close up on the way; a shape is recorded once for every batch that it occurs in."""
     monkeypatch.setattr(target_module, "Replay", Rerun)
     monkeypatch.setattr(Rerun, "made", 0)
-    sampling = SamplingConfig(1.0, 0, 1.0, 0.0, 3)
     outputs = []
     for cuda_graphs in (False, True):
-        options = {"max_new_tokens": 12, "batch_size": batch_size, "num_draft_tokens": 3, "rule": Rule.ratio}
-        config = DecodeConfig(**options, schedule=Schedule(schedule, 0.5), sampling=sampling, cuda_graphs=cuda_graphs)
+        options = {"batch_size": batch_size, "num_draft_tokens": 3, "cuda_graphs": cuda_graphs}
+        config = config_of(sampling=SAMPLED, schedule=Schedule(schedule, 0.5), **options)
         generations = decode(tiny_target, tiny_dspark, tiny_prompts, config).generations
         outputs.append([(g.tokens, g.rounds) for g in generations])
     assert outputs[0] == outputs[1]
@@ -116,15 +114,7 @@ def test_rows_that_move_are_recorded_anew() -> None:
 
 
 def test_graphs_are_refused_without_a_gpu(tiny_target: Target, tiny_prompts: list[list[int]]) -> None:
-    config = DecodeConfig(
-        max_new_tokens=4,
-        batch_size=2,
-        num_draft_tokens=0,
-        rule=Rule.ratio,
-        schedule=Schedule(ScheduleName.fixed, 0.0),
-        sampling=SamplingConfig(0.0, 0, 1.0, 0.0, 0),
-        cuda_graphs=True,
-    )
+    config = config_of(max_new_tokens=4, batch_size=2, num_draft_tokens=0, cuda_graphs=True)
     with pytest.raises(ValueError, match="cuda_graphs=true needs a CUDA device, got cpu; use cuda_graphs=false"):
         decode(tiny_target, None, tiny_prompts[:2], config)
 

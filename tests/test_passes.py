@@ -10,19 +10,17 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from data.prompts import Prompt, SourcePrompt
-from eval.decode import DecodeConfig, decode
+from eval.decode import decode
 from eval.passes import UNIT_BATCHES, Passes
 from eval.rounds import DecodeResult, Generation
-from eval.schedule import Schedule, ScheduleName
 from eval.stats import Pass
-from eval.verify import Rule
 from models.dspark import DSpark
-from models.sampling import SamplingConfig
 from models.target import Target, TargetConfig, load_tokenizer
+from tests.test_decode import SAMPLED, config_of
 
 BATCH = 2
 ABOUT = {"drafter": "dspark", "task_set": "main", "batch_size": BATCH, "temperature": 1.0}
-CONFIG = DecodeConfig(8, BATCH, 3, Rule.ratio, Schedule(ScheduleName.fixed, 0.0), SamplingConfig(1.0, 0, 1.0, 0.0, 3))
+CONFIG = config_of(max_new_tokens=8, batch_size=BATCH, num_draft_tokens=3, sampling=SAMPLED)
 
 
 @pytest.fixture(scope="module")

@@ -20,13 +20,14 @@ from models.dspark import DSpark
 from models.independent import IndependentDrafter
 from models.ngram import NgramDrafter
 from models.sampling import Sampler, SamplingConfig
-from models.target import Target, TargetConfig, load_tokenizer
+from models.target import Target, TargetConfig, TargetOutput, load_tokenizer
 from tests.chains import lively_eagle3
 from tests.conftest import planted_fault
 from tests.draft_batches import lively_dspark
 
 K = 4
 LENGTH = 12
+CONTEXT = 64
 GREEDY = SamplingConfig(0.0, 0, 1.0, 0.0, 0)
 SAMPLED = SamplingConfig(1.0, 0, 1.0, 0.0, 3)
 FIXED = Schedule(ScheduleName.fixed, 0.0)
@@ -40,6 +41,25 @@ def stopping_at(target: Target, *ids: int) -> Target:
     """The same weights with other stop tokens."""
     other = copy.copy(target)
     other.spec = replace(target.spec, eos_token_ids=ids)
+    return other
+
+
+def of_short_context(target: Target) -> Target:
+    """The same weights, saying that they know positions below CONTEXT only."""
+    other = copy.copy(target)
+    other.spec = replace(target.spec, max_position_embeddings=CONTEXT)
+    return other
+
+
+def guarded(target: Target) -> Target:
+    """Fails where a token is computed at a position that the target does not have."""
+    other = copy.copy(target)
+
+    def run(with_features: bool, ids: Tensor, positions: Tensor, *rest: Any) -> TargetOutput:
+        assert int(positions.max()) < target.spec.max_position_embeddings
+        return target._run_cached(with_features, ids, positions, *rest)
+
+    vars(other)["_run_cached"] = run
     return other
 
 
@@ -394,8 +414,8 @@ def test_the_end_of_the_context_at_every_offset_ends_like_plain_decoding(
     tiny_target: Target, tiny_dspark: DSpark, room: int
 ) -> None:
     """No token is fed at a position that the target does not have, in a batch with one that is not near the end."""
-    target = stopping_at(tiny_target)
-    prompts = [[1 + index % 50 for index in range(512 - room)], [3, 4, 5]]
+    target = guarded(of_short_context(stopping_at(tiny_target)))
+    prompts = [[1 + index % 50 for index in range(CONTEXT - room)], [3, 4, 5]]
     vanilla = decode(target, None, prompts, config_of()).generations
     assert [len(g.tokens) for g in vanilla] == [min(LENGTH, room), LENGTH]
     assert {g.finish_reason for g in vanilla} == {"length"}

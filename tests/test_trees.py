@@ -24,7 +24,7 @@ from models.trees import TreePolicy, ancestors, depths, grow_tree
 from tests.chains import lively_eagle3
 from tests.conftest import planted_fault
 from tests.draft_batches import mixed_batch
-from tests.test_decode import GREEDY, SAMPLED, config_of, stopping_at, texts
+from tests.test_decode import CONTEXT, GREEDY, SAMPLED, config_of, of_short_context, stopping_at, texts
 from tests.test_verify import EXACT
 from tests.tiny_families import FAMILIES, build
 
@@ -297,7 +297,8 @@ def test_limits_and_stops_inside_a_tree_end_like_plain_decoding(
 
 @pytest.mark.parametrize("room", range(1, 8))
 def test_a_tree_at_the_end_of_the_context(tiny_target: Target, eagle3: Eagle3, room: int) -> None:
-    target, prompts = stopping_at(tiny_target), [[1 + index % 50 for index in range(512 - room)], [3, 4, 5]]
+    target = of_short_context(stopping_at(tiny_target))
+    prompts = [[1 + index % 50 for index in range(CONTEXT - room)], [3, 4, 5]]
     vanilla = decode(target, None, prompts, config_of()).generations
     assert texts(decode(target, eagle3, prompts, tree_config()).generations) == texts(vanilla)
 

@@ -18,10 +18,12 @@ from tests.conftest import TINY_LAYER_IDS
 
 ROOT = Path(__file__).parents[1]
 SRUN = """#!/usr/bin/env bash
+seconds=0; if [[ $1 == --overlap ]]; then seconds=${SIGNALLING:-0}; fi
 while [[ $1 == --* ]]; do shift; done
 pids=()
 for ((node = 0; node < SLURM_NNODES; node++)); do SLURM_NODEID=$node "$@" & pids+=($!); done
 for pid in "${pids[@]}"; do wait "$pid" || exit; done
+sleep "$seconds"
 """
 SCONTROL = """#!/usr/bin/env bash
 if [[ $1 == show ]]; then printf '127.0.0.1\\nsecond\\n'; else echo "$@" >> "$LOG/scontrol"; fi
@@ -89,8 +91,12 @@ def test_training_starts_one_launcher_a_node_that_know_the_first(tmp_path: Path,
     assert job.wait(20) == 0
 
 
-def test_a_time_limit_ends_the_training_processes_and_queues_the_job_again(tmp_path: Path, two_nodes: Path) -> None:
-    job = start("train.sbatch", tmp_path, two_nodes, **NODES)
+# Seconds that signalling takes: by then the launchers have ended, or not.
+@pytest.mark.parametrize("signalling", ["0", "1"])
+def test_a_time_limit_ends_the_training_processes_and_queues_the_job_again(
+    tmp_path: Path, two_nodes: Path, signalling: str
+) -> None:
+    job = start("train.sbatch", tmp_path, two_nodes, SIGNALLING=signalling, **NODES)
     wait_for(*(tmp_path / f"up.{node}" for node in (0, 1)))
     job.send_signal(signal.SIGUSR1)
     assert job.wait(20) == 0
@@ -105,9 +111,12 @@ def test_a_failed_launcher_fails_the_job_and_queues_nothing(tmp_path: Path, two_
     assert not (tmp_path / "scontrol").exists()
 
 
-def test_a_checkpoint_that_fails_at_the_time_limit_queues_nothing(tmp_path: Path, two_nodes: Path) -> None:
+@pytest.mark.parametrize("signalling", ["0", "1"])
+def test_a_checkpoint_that_fails_at_the_time_limit_queues_nothing(
+    tmp_path: Path, two_nodes: Path, signalling: str
+) -> None:
     (two_nodes / ".venv" / "bin" / "accelerate").write_text(ACCELERATE.replace("exit 0", "exit 5"))
-    job = start("train.sbatch", tmp_path, two_nodes, **NODES)
+    job = start("train.sbatch", tmp_path, two_nodes, SIGNALLING=signalling, **NODES)
     wait_for(*(tmp_path / f"up.{node}" for node in (0, 1)))
     job.send_signal(signal.SIGUSR1)
     assert job.wait(20) == 5

@@ -21,7 +21,7 @@ drafters: $(VENV)/installed  ## the demo's three drafters side by side: equal da
 	@launch/drafters.sh
 
 test: $(VENV)/installed  ## the fast tests, offline, under 6 minutes on two cores
-	$(BIN)/pytest -m "not slow and not gpu and not engine"
+	$(BIN)/pytest --numprocesses logical --dist loadfile -m "not slow and not gpu and not engine"
 
 test-slow: $(VENV)/installed  ## kill loops, launcher matrix, statistics in full; writes outputs/slow.json
 	$(BIN)/pytest -m "slow and not gpu and not engine" --slow-report outputs/slow.json

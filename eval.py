@@ -7,11 +7,12 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from data.run import prepare_target, read_stages, stage, start_processes, user_errors, write_provenance
+from data.run import prepare_target, provenance, read_stages, stage, start_processes, user_errors, write_provenance
+from data.tracking import TrackerName, choose_tracker
 from eval.config import EvalConfig
 from eval.harness import Harness
 from eval.markdown import render
-from eval.report import write_summary
+from eval.report import show_in_wandb, write_summary
 from eval.subject import load_subject, told_apart
 from models.config import register, to_dataclass
 from models.target import load_target, load_tokenizer, target_identity
@@ -24,8 +25,9 @@ def main(node: DictConfig) -> None:
     with user_errors("eval.py"):
         config = to_dataclass(EvalConfig, node, section="eval")
         accelerator = start_processes(os.environ)
+        tracker, wandb = choose_tracker(config.tracker, config.wandb, os.environ)
         folder = Path(config.output_dir)
-        target_config = prepare_target(node.target, folder, accelerator)
+        target_config = prepare_target(node.target, folder, accelerator, may_quantise=True)
         with stage(folder, "eval", is_main=accelerator.is_main_process):
             identity, device = target_identity(target_config), accelerator.device
             drafts = (config.draft, *config.compare)
@@ -34,9 +36,11 @@ def main(node: DictConfig) -> None:
             for subject in subjects:
                 subject.bind(target)
             tokenizer = load_tokenizer(target_config)
-            Harness(config, target, target_config, tokenizer, accelerator).run(subjects[0], subjects[1:])
+            report = Harness(config, target, target_config, tokenizer, accelerator).run(subjects[0], subjects[1:])
         if accelerator.is_main_process:
             write_provenance(folder / "eval_provenance.json", node, sys.argv)
+            if tracker is TrackerName.wandb:
+                show_in_wandb(report, wandb, folder, provenance(node, sys.argv))
             sys.stdout.write(render(write_summary(folder, read_stages(folder))))
 
 

@@ -9,13 +9,13 @@ from accelerate.utils import set_seed
 from omegaconf import DictConfig
 
 from data.run import asked_for_fsdp, prepare_target, provenance, stage, start_processes, user_errors
+from data.tracking import choose_tracker
 from eval.probe import Probe, heldout_prompts
 from models.config import register, to_dataclass, typed
 from models.target import load_tokenizer, target_identity
 from train.config import TrainConfig
 from train.estimate import show_estimate
 from train.setup import build_drafter, open_features
-from train.tracking import choose_tracker
 from train.trainer import train
 
 register("train_schema", TrainConfig)
@@ -28,7 +28,7 @@ def main(node: DictConfig) -> None:
         fsdp = asked_for_fsdp(os.environ)
         accelerator = start_processes(os.environ, mixed_precision=config.mixed_precision)
         config.mixed_precision = accelerator.mixed_precision
-        choose_tracker(config, os.environ)
+        config.tracker, config.wandb = choose_tracker(config.tracker, config.wandb, os.environ)
         folder = Path(config.output_dir)
         target_config = prepare_target(node.target, folder, accelerator)
         if config.estimate:

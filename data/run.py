@@ -135,9 +135,17 @@ def stage(output_dir: Path, name: str, *, is_main: bool = True) -> Iterator[None
             write_json(path, {"seconds": seconds, "peak_rss_gib": max(peak, before["peak_rss_gib"])})
 
 
-def prepare_target(node: DictConfig, output_dir: Path, accelerator: Accelerator) -> TargetConfig:
-    """The typed target; the embedded one is converted first where its folder is not there yet (stage `target`)."""
+def prepare_target(
+    node: DictConfig, output_dir: Path, accelerator: Accelerator, *, may_quantise: bool = False
+) -> TargetConfig:
+    """The typed target; the embedded one is converted first where its folder is not there yet (stage `target`). Raises
+    ValueError where it would be quantised by a script that may not: its outputs would pass for the target's own."""
     config: TargetConfig = typed(node, section="target")
+    if config.quantization is not None and not may_quantise:
+        raise ValueError(
+            f"target.quantization={config.quantization} is for eval.py, which tries a drafter on the target that will "
+            "be served; elsewhere give target.path of a checkpoint that is quantised"
+        )
     if config.package is None:
         return config
     if config.gguf_file is None:

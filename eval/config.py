@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from data.generate import BuiltinPrompts
+from data.tracking import TrackerName, WandbConfig
 from eval.calibrate import Form
 from eval.schedule import ScheduleName
 from eval.subject import Subject
@@ -66,6 +67,7 @@ class EvalConfig:
     num_draft_tokens: Any
     rule: Rule
     lossy_threshold: float
+    lossy_sweep: list[float]
     schedule: ScheduleName
     confidence_threshold: float
     gate: bool
@@ -79,9 +81,12 @@ class EvalConfig:
     calibrate: CalibrateOptions
     simulate: SimulateOptions
     baselines: list[str]
+    race: int | None
     check_transformers: int
     feature_dtype: str | None
     cuda_graphs: bool
+    tracker: TrackerName | None
+    wandb: WandbConfig
 
 
 def under_protocol(config: EvalConfig, target: TargetConfig) -> tuple[EvalConfig, TargetConfig]:

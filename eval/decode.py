@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.rounds import NUM_RANKED, DecodeResult, Generation, Round
 from eval.schedule import Schedule, ScheduleName, Scheduler
-from eval.verify import Rule, verify
+from eval.verify import Rule, altered_of, verify
 from models.base import Proposal, Proposer, TreeProposer
 from models.sampling import Purpose, Ranking, Sampler, SamplingConfig, SeenTokens
 from models.target import Target, pad_rows
@@ -158,7 +159,7 @@ class _Batch:
         """`room`: slots of every row at least; one that is only put into another batch needs none."""
         self.run, self.config = run, run.config
         began = time.perf_counter()
-        self.rows: list[Generation | None] = [Generation(request_id) for request_id in request_ids]
+        self.rows: list[Generation | None] = [Generation(request_id, began=began) for request_id in request_ids]
         self.indices = indices
         target, device = run.target, run.target.device
         limit = target.spec.max_position_embeddings
@@ -177,11 +178,7 @@ class _Batch:
         self.last = self.sampler.draw(probs, counts, Purpose.target)
         self.state = None if run.drafter is None else run.drafter.start(tokens, output.features, counts, capacity)
         self._commit(self.last[:, None], torch.ones_like(self.last))
-        taken = time.perf_counter() - began
-        run.prompt_seconds += taken
-        for generation in self.rows:
-            assert generation is not None
-            generation.first_token_seconds = taken
+        run.prompt_seconds += time.perf_counter() - began
 
     @property
     def free_rows(self) -> list[int]:
@@ -246,7 +243,7 @@ class _Batch:
         threshold, positions = self.config.lossy_threshold, self.cache.lengths + 1
         verdict = verify(self.config.rule, shown, target_probs, positions, self.sampler, threshold=threshold)
         verified = time.perf_counter()
-        overlap = overlap_of(shown, target_probs) if self.config.diagnose and shown.parents is None else None
+        evidence = self._evidence(shown, target_probs)
         began_advance = time.perf_counter()
         run.verify_seconds += verified - drafted
         run.overlap_seconds += began_advance - verified
@@ -267,7 +264,17 @@ class _Batch:
         kept = torch.cat((accepted, verdict.next_token[:, None]), dim=1)
         kept.scatter_(1, verdict.num_accepted[:, None], verdict.next_token[:, None])
         self.last = verdict.next_token
-        self._commit(kept, counts, proposal, overlap)
+        self._commit(kept, counts, proposal, evidence)
+
+    def _evidence(self, proposal: Proposal, target_probs: Tensor) -> list[list[tuple[float, ...]]]:
+        """Of every row and slot of a chain, where that is recorded: `Round.overlap`, and of a lossy rule
+        `Round.altered`."""
+        if not self.config.diagnose or proposal.parents is not None:
+            return []
+        measures = [overlap_of(proposal, target_probs)]
+        if not self.config.rule.is_lossless:
+            measures.append(altered_of(proposal, target_probs, self.config.lossy_threshold))
+        return torch.stack(measures, dim=1).tolist()
 
     def _propose(self) -> Proposal:
         run, ids = self.run, [generation.request_id for generation in self.rows if generation is not None]
@@ -289,12 +296,12 @@ class _Batch:
         return proposal
 
     def _commit(
-        self, tokens: Tensor, counts: Tensor, proposal: Proposal | None = None, overlap: Tensor | None = None
+        self, tokens: Tensor, counts: Tensor, proposal: Proposal | None = None, evidence: Sequence[Any] = ()
     ) -> None:
         """Append each row's new tokens, of a round's `proposal`, and finish rows at their ends and limits."""
         if self.sampler.seen is not None:
             self.sampler.seen.add(tokens, counts)
-        confidences, overlaps = None, None if overlap is None else overlap.tolist()
+        confidences = None
         if proposal is not None:
             proposed = proposal.lengths
             if proposal.parents is not None:
@@ -302,7 +309,8 @@ class _Batch:
                 proposed = depths(proposal.parents).masked_fill(nodes >= proposed[:, None], 0).amax(1)
             proposed = proposed.tolist()
             confidences = None if proposal.confidence is None else proposal.confidence.tolist()
-        for row, (new, count) in enumerate(zip(tokens.tolist(), counts.tolist(), strict=True)):
+        news, now = tokens.tolist(), time.perf_counter()
+        for row, (new, count) in enumerate(zip(news, counts.tolist(), strict=True)):
             generation = self.rows[row]
             assert generation is not None
             new, accepted = new[:count], count - 1
@@ -311,11 +319,15 @@ class _Batch:
                 sure = () if confidences is None else tuple(confidences[row])
                 stopped = end is not None and end < accepted  # what follows was neither proposed nor accepted
                 counted = (end + 1, end + 1) if stopped else (proposed[row], accepted)  # type: ignore[operator]
-                close = () if overlaps is None else tuple(overlaps[row][: counted[0]])
-                generation.rounds.append(Round(*counted, bonus=not stopped, confidence=sure, overlap=close))
+                close = [tuple(values[: counted[0]]) for values in (evidence[row] if evidence else ())]
+                measures = dict(zip(("overlap", "altered"), close, strict=False))
+                generation.rounds.append(Round(*counted, bonus=not stopped, confidence=sure, **measures))
+                generation.round_end_seconds.append(now - generation.began)
                 if proposal.ranked is not None and proposal.parents is None:
                     slots = proposal.ranked[row, : counted[0]].tolist()
                     generation.ranked.append((len(generation.rounds) - 1, len(generation.tokens), slots))
+            else:
+                generation.first_token_seconds = now - generation.began
             room = self.limits[row] - len(generation.tokens)
             is_end = end is not None and end < room
             generation.tokens.extend(new[: end + 1] if is_end else new[:room])  # type: ignore[operator]

@@ -3,58 +3,59 @@
 import json
 import math
 import resource
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from data.codecs import find_codec, round_trip
 from data.generate import read_sources
 from data.prompts import SourcePrompt
 from eval.autotune import LengthChoice, choose_num_draft_tokens
 from eval.calibrate import assess, calibration_file, load_scaling, recorded
-from eval.config import EvalConfig, parse_length, parse_temperatures, under_protocol
+from eval.config import EvalConfig, parse_length, under_protocol
 from eval.costs import LOADS, CostTable, measure_costs
-from eval.decode import DecodeConfig, decode
+from eval.decode import decode
+from eval.diagnosis import diagnose, training_record
+from eval.html import render_page
 from eval.identity import divergences, identity_from, identity_of
 from eval.lossless import greedy_agreement, sampled_agreement
 from eval.markdown import setting_of
 from eval.passes import Passes
+from eval.plans import (
+    CALIBRATING,
+    EXTRA,
+    MAIN,
+    RACE,
+    PassPlan,
+    length_of,
+    main_plans,
+    race_plans,
+    same_question,
+)
 from eval.plots import reliability_diagram
+from eval.race import race_of
 from eval.report import build_report
 from eval.rounds import DecodeResult, Generation
 from eval.schedule import FIXED, Schedule, ScheduleName
 from eval.simulate import compare
 from eval.stats import Pass
-from eval.subject import VANILLA, Subject, ngram
+from eval.subject import Subject
+from eval.sweeps import confidence_sweep, lossy_sweep
 from eval.tasks import TaskOptions, Turns, load_tasks
 from eval.verify import Rule
 from models.base import TreeProposer
 from models.checkpoint import CALIBRATION
 from models.files import sha256_text, write_json, write_text
-from models.sampling import SamplingConfig
-from models.target import Target, TargetConfig
-from models.trees import TreePolicy
+from models.target import Target, TargetConfig, load_model, quantization_name
 
-SAME_QUESTION = ("temperature", "task_set", "max_new_tokens")  # of passes that may be compared with each other
-SETTING = ("drafter", "num_draft_tokens", "temperature", "rule", "lossless")
+SETTING = ("drafter", "num_draft_tokens", "temperature", "rule", "lossless", "lossy_threshold")
+WARM_UP_TOKENS = 8  # before a race
 AUTO_PROMPTS = 16  # num_draft_tokens=auto learns from so many at least how long drafts survive
-
-
-@dataclass(frozen=True)
-class PassPlan:
-    """One row of the report."""
-
-    subject: Subject
-    temperature: float
-    num_draft_tokens: int
-    schedule: Schedule
-    rule: Rule
-    task_set: str  # main, extra or calibration
 
 
 class Harness:
@@ -72,14 +73,21 @@ class Harness:
         self.target, self.tokenizer = target, tokenizer
         self.rounding = None if config.feature_dtype is None else find_codec(config.feature_dtype, "feature_dtype")
         self.folder = Path(config.output_dir) / "eval"
+        self.target_key = sha256_text(json.dumps([target_config.dtype, quantization_name(target_config)]))[:6]
         all_turns = config.turns is Turns.all
         self.passes = Passes(self.folder / "passes", accelerator, tokenizer, target_config.thinking, all_turns)
         self.missing_tasks: list[str] = []
         self.prompts = {
-            "main": self._load(config.tasks, config.num_prompts),
-            "extra": self._load(config.extra_tasks, config.num_extra_prompts),
+            MAIN: self._load(config.tasks, config.num_prompts),
+            EXTRA: self._load(config.extra_tasks, config.num_extra_prompts),
         }
-        self.prompts["calibration"] = self._calibration_prompts()
+        if config.race is not None:
+            if not 0 <= config.race < len(self.prompts[MAIN]):
+                raise ValueError(
+                    f"race={config.race} must be null or 0..{len(self.prompts[MAIN]) - 1}, a measured prompt"
+                )
+            self.prompts[RACE] = [self.prompts[MAIN][config.race]]
+        self.prompts[CALIBRATING] = self._calibration_prompts()
 
     def run(self, subject: Subject, compared: Sequence[Subject] = ()) -> dict[str, Any]:
         """All passes of `subject`, its baselines and the drafters it is compared with, on the same prompts; returns the
@@ -89,54 +97,51 @@ class Harness:
                 f"tree.num_nodes={self.config.tree.num_nodes}: only EAGLE-3 drafts trees, draft={self.config.draft} is "
                 f"{subject.name}; use tree.num_nodes=null"
             )
-        length = parse_length(self.config.num_draft_tokens, subject)
-        choice = self._choose_length(subject) if length == "auto" else None
+        choice = None
+        if parse_length(self.config.num_draft_tokens, subject) == "auto":
+            choice = self._choose_length(subject)
         if self.config.calibrate.enabled:
             subject = self._calibrated(subject)
-        plans = [*self._plans(subject, length, choice), *self._compared_plans(compared)]
+        plans = list(main_plans(self.config, subject, compared, choice, self._schedule_of))
+        if self.prompts[EXTRA] and subject.drafter is not None:
+            length = length_of(self.config, subject)
+            plans.append(PassPlan(subject, 0.0, length, self._schedule_of(subject), self.config.rule, EXTRA))
         passes = [self._pass(plan) for plan in plans]
         identities, agreements = self._against_vanilla(passes)
-        report = build_report(passes, identities, choice) | {"losslessness": agreements}
+        report: dict[str, Any] = build_report(passes, identities, choice) | {"losslessness": agreements}
         report["missing_tasks"] = self.missing_tasks
-        report["calibration"] = calibration = self._calibration_report(subject, passes)
-        is_main = self.passes.accelerator.is_main_process
-        if calibration is not None and is_main:
-            write_text(self.folder / "reliability.svg", reliability_diagram(calibration))
+        report["lossy_sweep"] = lossy_sweep(report["rows"])
+        report["findings"] = self._findings(report, [subject, *compared])
+        report["race"] = self._race(plans)
+        report |= self._confidence_report(subject, passes)
         if self.config.simulate.enabled:
             report["simulation"] = self._simulation_report(subject, passes)
         report["transformers_generate"] = self._against_transformers(passes)
         report["peak_rss_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        if is_main:
+        if self.passes.accelerator.is_main_process:
             write_json(self.folder / "report.json", report)
+            write_text(self.folder / "report.html", render_page(report))
+            if report["calibration"] is not None:
+                write_text(self.folder / "reliability.svg", reliability_diagram(report["calibration"]))
         return report
 
-    def _plans(self, subject: Subject, length: int | str, choice: LengthChoice | None) -> Iterator[PassPlan]:
-        """Vanilla and the drafter at each temperature, with `auto` also at the chosen length; n-gram at the first."""
-        config, schedule = self.config, self._schedule_of(subject)
-        own = subject.drafter.num_draft_tokens if subject.drafter is not None else 0
-        full = own if choice is not None or length == 0 else length
-        assert isinstance(full, int)
-        for index, temperature in enumerate(parse_temperatures(config.temperature)):
-            yield PassPlan(VANILLA, temperature, 0, FIXED, Rule.ratio, "main")
-            if index == 0 and "ngram" in config.baselines and subject.name not in ("vanilla", "ngram"):
-                yield PassPlan(ngram(full), temperature, full, FIXED, config.rule, "main")
-            if subject.drafter is None:
-                continue
-            yield PassPlan(subject, temperature, full, schedule, config.rule, "main")
-            if index == 0 and choice is not None and choice.num_draft_tokens not in (0, full):
-                yield PassPlan(subject, temperature, choice.num_draft_tokens, schedule, config.rule, "main")
-        if self.prompts["extra"] and subject.drafter is not None:
-            yield PassPlan(subject, 0.0, full, schedule, config.rule, "extra")
+    def _findings(self, report: Mapping[str, Any], subjects: Sequence[Subject]) -> list[dict[str, Any]]:
+        """Of every drafter with weights, at the first temperature and as many drafts as it is measured with first."""
+        found = []
+        for subject in subjects:
+            row = next(row for row in report["rows"] if row["drafter"] == subject.name)
+            if subject.folder is not None:
+                training = training_record(subject.folder)
+                findings = [asdict(one) for one in diagnose(row, training, report["n_gram"])]
+                found.append({"name": setting_of(row), "training": training, "findings": findings})
+        return found
 
-    def _compared_plans(self, compared: Sequence[Subject]) -> Iterator[PassPlan]:
-        """Each at every temperature, at the configured length or (null, auto) as trained."""
-        for subject in compared:
-            length = parse_length(self.config.num_draft_tokens, subject)
-            if length == "auto":
-                length = parse_length(None, subject)
-            assert isinstance(length, int)
-            for temperature in parse_temperatures(self.config.temperature):
-                yield PassPlan(subject, temperature, length, self._schedule_of(subject), self.config.rule, "main")
+    def _race(self, plans: Sequence[PassPlan]) -> dict[str, Any] | None:
+        if self.config.race is None:
+            return None
+        (source,) = self.prompts[RACE]
+        lanes = [self._pass(plan) for plan in race_plans(plans)]
+        return race_of(lanes, str(source.first_turn.messages[-1]["content"]), self.tokenizer)
 
     def _schedule_of(self, subject: Subject) -> Schedule:
         asked = self.config
@@ -153,8 +158,8 @@ class Harness:
     def _costs(self, subject: Subject, loads: Sequence[int]) -> CostTable:
         """Measured once per drafter and loads, and kept."""
         assert subject.drafter is not None
-        path = self.folder / f"costs_{'_'.join(map(str, loads))}_{subject.fingerprint[:12]}.json"
-        sample, drafter = self._first_turns("main", max(loads)), subject.drafter
+        path = self.folder / f"costs_{'_'.join(map(str, loads))}_{subject.fingerprint[:12]}_{self.target_key}.json"
+        sample, drafter = self._first_turns(MAIN, max(loads)), subject.drafter
         made = self.passes.once(path, lambda: asdict(measure_costs(self._target_of(subject), drafter, sample, loads)))
         return CostTable(**made)
 
@@ -164,7 +169,7 @@ class Harness:
         if subject.folder is None or subject.drafter is None:
             raise ValueError(f"calibrate.enabled=true needs a trained drafter, got draft={self.config.draft}")
         rounds = recorded(self._pass(self._calibration_plan(subject)).generations)
-        about = {"temperature": asked.temperature, "num_prompts": len(self.prompts["calibration"])}
+        about = {"temperature": asked.temperature, "num_prompts": len(self.prompts[CALIBRATING])}
         dataset = asked.prompts or "held-out prompts of the project's own"
         found = calibration_file(rounds, asked.scaling, dataset=dataset) | {"fitted_at": about}
         if self.passes.accelerator.is_main_process:
@@ -175,7 +180,7 @@ class Harness:
     def _calibration_plan(self, subject: Subject) -> PassPlan:
         assert subject.drafter is not None
         temperature, length = self.config.calibrate.temperature, subject.drafter.num_draft_tokens
-        return PassPlan(subject, temperature, length, FIXED, Rule.ratio, "calibration")
+        return PassPlan(subject, temperature, length, FIXED, Rule.ratio, CALIBRATING)
 
     def _calibration_prompts(self) -> list[SourcePrompt]:
         """Raises ValueError where one of them is measured, too."""
@@ -187,7 +192,7 @@ class Harness:
             found = read_sources(None, more)[0][builtin.num_heldout :]
         else:
             found = [s for source in read_sources(asked.prompts, builtin) for s in source][: asked.num_prompts]
-        measured = {tuple(ids) for ids in self._first_turns("main")}
+        measured = {tuple(ids) for ids in self._first_turns(MAIN)}
         calibrating = self.passes.render([source.first_turn for source in found])
         if shared := sum(tuple(ids) in measured for ids in calibrating):
             raise ValueError(
@@ -196,23 +201,25 @@ class Harness:
             )
         return found
 
-    def _calibration_report(self, subject: Subject, passes: Sequence[Pass]) -> dict[str, Any] | None:
-        """Of the drafter's measured rounds, as its confidences are and with its scaling."""
+    def _confidence_report(self, subject: Subject, passes: Sequence[Pass]) -> dict[str, Any]:
+        """Of the drafter's measured rounds: its confidences as they are and with its scaling; what a threshold on them
+        would have done."""
         own = [p for p in passes if p.about["drafter"] == subject.name and p.about["schedule"] == "fixed"]
         sampled = [p for p in own if p.about["temperature"] == self.config.calibrate.temperature]
         measured = next(
             (p for p in [*sampled, *own] if any(r.confidence for g in p.generations for r in g.rounds)), None
         )
         if measured is None:
-            return None
+            return {"calibration": None, "confidence_sweep": []}
         rounds = recorded(measured.generations)
-        return {
+        calibration = {
             "temperature": measured.about["temperature"],
             "rounds": len(rounds.confidence),
             "scaling": None if subject.scaling is None else vars(subject.scaling),
             "before": assess(rounds).to_dict(),
             "after": None if subject.scaling is None else assess(rounds, subject.scaling).to_dict(),
         }
+        return {"calibration": calibration, "confidence_sweep": confidence_sweep(measured, subject.scaling)}
 
     def _simulation_report(self, subject: Subject, passes: Sequence[Pass]) -> dict[str, Any]:
         asked = self.config.simulate
@@ -252,70 +259,27 @@ class Harness:
         """Measured once per drafter, batch size and machine state, and kept."""
         assert subject.drafter is not None, "auto needs a drafter"
         rounding = "" if self.config.feature_dtype is None else f"_{self.config.feature_dtype}"
-        name = f"length_choice_batch{self.config.batch_size}{rounding}_{subject.fingerprint[:12]}.json"
-        sample = self._first_turns("main", max(self.config.batch_size, AUTO_PROMPTS))
+        name = (
+            f"length_choice_batch{self.config.batch_size}{rounding}_{subject.fingerprint[:12]}_{self.target_key}.json"
+        )
+        sample = self._first_turns(MAIN, max(self.config.batch_size, AUTO_PROMPTS))
         target, drafter = self._target_of(subject), subject.drafter
-        plan = PassPlan(subject, 0.0, 0, FIXED, Rule.ratio, "main")
+        config = PassPlan(subject, 0.0, 0, FIXED, Rule.ratio, MAIN).decoding(self.config)
 
         def choose() -> dict[str, Any]:
-            return asdict(choose_num_draft_tokens(target, drafter, sample, self._decode_config(plan)))
+            return asdict(choose_num_draft_tokens(target, drafter, sample, config))
 
         return LengthChoice(**self.passes.once(self.folder / name, choose))
 
-    def _decode_config(self, plan: PassPlan) -> DecodeConfig:
-        asked, tree = self.config, None
-        if (
-            asked.tree.num_nodes is not None
-            and isinstance(plan.subject.drafter, TreeProposer)
-            and plan.num_draft_tokens
-        ):
-            tree = TreePolicy(asked.tree.top_k, plan.num_draft_tokens, asked.tree.num_nodes)
-        limits = {"extra": asked.extra_max_new_tokens, "calibration": asked.calibrate.max_new_tokens}
-        return DecodeConfig(
-            max_new_tokens=limits.get(plan.task_set, asked.max_new_tokens),
-            batch_size=asked.batch_size,
-            num_draft_tokens=plan.num_draft_tokens,
-            rule=plan.rule,
-            schedule=plan.schedule,
-            sampling=SamplingConfig(
-                plan.temperature,
-                asked.top_k,
-                asked.top_p,
-                asked.min_p,
-                asked.seed,
-                asked.repetition_penalty,
-                asked.presence_penalty,
-            ),
-            lossy_threshold=asked.lossy_threshold,
-            stop_strings=tuple(asked.stop_strings),
-            tree=tree,
-            cuda_graphs=asked.cuda_graphs,
-            diagnose=True,
-        )
-
     def _pass(self, plan: PassPlan) -> Pass:
-        config = self._decode_config(plan)
-        about = {
-            "target": self.target_config.name,
-            "drafter": plan.subject.name,
-            "temperature": plan.temperature,
-            "rule": str(plan.rule) if plan.temperature > 0 else "greedy",
-            "lossless": plan.rule.is_lossless or plan.temperature == 0,
-            "schedule": str(plan.schedule.name) + (", gate" if plan.schedule.gate else ""),
-            "tree": None if config.tree is None else vars(config.tree),
-            "num_draft_tokens": plan.num_draft_tokens,
-            "slot_layout": plan.subject.slot_layout,
-            "dtype": self.target_config.dtype,
-            "feature_dtype": self.config.feature_dtype or self.target_config.dtype,
-            "device": self.target.device.type,
-            "batch_size": self.config.batch_size,
-            "max_new_tokens": config.max_new_tokens,
-            "task_set": plan.task_set,
-        }
+        config = plan.decoding(self.config)
+        about = plan.about(self.config, self.target_config, self.target.device.type)
         label = f"{setting_of(about)} {plan.task_set}"
         target, drafter, tokenizer = self._target_of(plan.subject), plan.subject.drafter, self.tokenizer
 
         def run(prompts: Sequence[list[int]], ids: Sequence[int], on_finish: Callable[..., object]) -> DecodeResult:
+            if plan.task_set == RACE:  # what is done at the first call alone is no part of it
+                decode(target, drafter, prompts, replace(config, max_new_tokens=WARM_UP_TOKENS), tokenizer=tokenizer)
             return decode(target, drafter, prompts, config, request_ids=ids, on_finish=on_finish, tokenizer=tokenizer)
 
         options = [asdict(config), plan.subject.fingerprint]
@@ -326,7 +290,7 @@ class Harness:
         identical, by index of the pass, and of all how far they agree, task by task."""
         identities, agreements = {}, []
         for index, measured in enumerate(passes):
-            same = [p for p in passes if all(p.about[key] == measured.about[key] for key in SAME_QUESTION)]
+            same = [p for p in passes if same_question(p.about, measured.about)]
             vanilla = next((p for p in same if p.about["drafter"] == "vanilla"), None)
             if vanilla is None or vanilla is measured or vanilla.prompts != measured.prompts:
                 continue
@@ -341,19 +305,15 @@ class Harness:
 
     def _against_transformers(self, passes: Sequence[Pass]) -> dict[str, Any] | None:
         """The speculative greedy outputs of the first prompts against transformers' own `generate`."""
-        greedy = [p for p in passes if p.about["temperature"] == 0 and p.about["task_set"] == "main"]
+        greedy = [p for p in passes if p.about["temperature"] == 0 and p.about["task_set"] == MAIN]
         if not greedy or not self.config.check_transformers:
             return None
         chosen, count = greedy[-1], self.config.check_transformers
-        asked = [chosen.about["target"], chosen.about["dtype"], self.config.max_new_tokens, chosen.prompts[:count]]
+        asked = [chosen.about["target"], self.target_key, self.config.max_new_tokens, chosen.prompts[:count]]
         path = self.folder / "passes" / f"transformers_{sha256_text(json.dumps(asked))[:16]}.json"
 
         def generate() -> list[list[int]]:
-            model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-                self.target_config.path, dtype=self.target.head.dtype
-            )
-            model.to(self.target.device)  # pyright: ignore[reportArgumentType] (a decorator hides its signature)
-            model.eval()
+            model = load_model(self.target_config, self.target.device).eval()
             return [self._generate_one(model, prompt) for prompt in chosen.prompts[:count]]
 
         outputs = self.passes.once(path, generate)

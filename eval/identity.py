@@ -60,11 +60,13 @@ def first_difference(ours: list[int], theirs: list[int]) -> int | None:
 
 @torch.inference_mode()
 def top2_gap(target: Target, tokens: list[int]) -> float:
-    """Difference of the two largest next-token logits after `tokens`, in float64 (a copy of the target, on demand)."""
-    model = copy.deepcopy(target.model).double()
+    """Difference of the two largest next-token logits after `tokens`, in float64 (a copy of the target, on demand); of
+    a quantised one, which has no such form, as it computes."""
+    is_whole = all(parameter.is_floating_point() for parameter in target.model.parameters())
+    model = copy.deepcopy(target.model).double() if is_whole else target.model
     backbone = model.get_decoder()  # type: ignore[operator]
     hidden = backbone(input_ids=torch.tensor([tokens], device=target.device), use_cache=False).last_hidden_state[0, -1]
-    logits = hidden @ target.head.double().T
+    logits = hidden.double() @ target.head.double().T
     if target.spec.logit_softcap is not None:
         logits = target.spec.logit_softcap * torch.tanh(logits / target.spec.logit_softcap)
     first, second = logits.topk(2).values.tolist()

@@ -56,7 +56,8 @@ def lossy_note(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def setting_of(row: Mapping[str, Any]) -> str:
-    return f"{row['drafter']} T={row['temperature']:g} K={row['num_draft_tokens']}"
+    lossy = "" if row["lossless"] else f" lossy {row['lossy_threshold']:g}"
+    return f"{row['drafter']} T={row['temperature']:g} K={row['num_draft_tokens']}{lossy}"
 
 
 def speed_remark(row: Mapping[str, Any]) -> str | None:
@@ -82,12 +83,12 @@ def evidence_line(row: Mapping[str, Any]) -> str | None:
         return None
     total = rejections["in_top_16"] + rejections["not_in_top_16"]
     missed = f"{rejections['not_in_top_16'] / total:.0%}" if total else "none"
-    recalls = ["/".join(_number(value) for value in row[f"recall_at_{count}"]) for count in (1, 16)]
+    recalls = ["/".join(number(value) for value in row[f"recall_at_{count}"]) for count in (1, 16)]
     times = ", ".join(f"{name} {1e3 * row[f'{name}_step_seconds']:.1f}" for name in ("draft", "verify", "overhead"))
     return (
         f"- {setting_of(row)}: {total} drafts were corrected, "
         f"{missed} to a token outside the drafter's likeliest 16; recall at 1 {recalls[0]}, at 16 {recalls[1]}; "
-        f"{_number(row['oracle_length'])} tokens a round if the right one of 16 were always drafted; milliseconds a "
+        f"{number(row['oracle_length'])} tokens a round if the right one of 16 were always drafted; milliseconds a "
         f"round of the batch: {times}; first token after {1e3 * row['first_token_seconds']:.0f} ms."
     )
 
@@ -100,7 +101,7 @@ def lossless_line(found: Mapping[str, Any]) -> str:
             ties = f", {task['near_ties']} near ties" if task["near_ties"] else ""
             parts.append(f"{task['task']} {task['equal']} of {task['num_prompts']}{ties}")
         else:
-            values = (_number(task[name], 3) for name in ("first_verified_token_p", "length_p"))
+            values = (number(task[name], 3) for name in ("first_verified_token_p", "length_p"))
             parts.append(f"{task['task']} p = {' and '.join(values)}")
     what = (
         "outputs equal to vanilla's"
@@ -168,13 +169,13 @@ def _calibration_lines(found: Mapping[str, Any] | None) -> list[str]:
     lines = [head, ["---"] * len(head)]
     for slot, rounds in enumerate(before["rounds"]):
         pairs = [
-            " to ".join(_number(part[key][slot], digits) for part in (before, after) if part is not None)
+            " to ".join(number(part[key][slot], digits) for part in (before, after) if part is not None)
             for key, digits in (("mean_predicted", 3), ("ece", 4), ("auc", 3), ("brier", 3))
         ]
         scaling = "-"
         if after is not None:
-            scaling = ", ".join(_number(found["scaling"][name][slot]) for name in ("temperatures", "biases", "floors"))
-        lines.append([str(slot + 1), str(rounds), scaling, _number(before["mean_survived"][slot], 3), *pairs])
+            scaling = ", ".join(number(found["scaling"][name][slot]) for name in ("temperatures", "biases", "floors"))
+        lines.append([str(slot + 1), str(rounds), scaling, number(before["mean_survived"][slot], 3), *pairs])
     return [
         "",
         f"Confidence that a block survives its k-th draft, over {found['rounds']} measured rounds at temperature "
@@ -217,10 +218,10 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
                 f"{row['temperature']:g}",
                 str(row["num_draft_tokens"]),
                 row["slot_layout"] or "-",
-                _number(row["acceptance_length"]) + _range(row.get("acceptance_length_interval")),
-                *[_number(row["per_domain"].get(domain, {}).get("acceptance_length")) for domain in domains],
-                _number(row["acceptance_length_per_request"]),
-                _number(row["acceptance_rate"]),
+                number(row["acceptance_length"]) + between(row.get("acceptance_length_interval")),
+                *[number(row["per_domain"].get(domain, {}).get("acceptance_length")) for domain in domains],
+                number(row["acceptance_length_per_request"]),
+                number(row["acceptance_rate"]),
                 f"{row['tokens_per_second']:.0f}",
                 f"{row['tokens_per_second'] / vanilla:.2f}x" if vanilla else "-",
                 {True: "yes", False: "NO", None: "-"}[row["outputs_identical_to_vanilla"]],
@@ -236,7 +237,7 @@ def _conditional_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         values = [*row["conditional_acceptance"], *[None] * longest][:longest]
         name = [row["drafter"], f"{row['temperature']:g}", str(row["num_draft_tokens"]), row["slot_layout"] or "-"]
-        lines.append(name + [_number(value) for value in values])
+        lines.append(name + [number(value) for value in values])
     return _aligned(lines)
 
 
@@ -250,9 +251,9 @@ def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(line) + " |" for line in padded]
 
 
-def _range(interval: Sequence[float] | None) -> str:
+def between(interval: Sequence[float] | None) -> str:
     return "" if interval is None or interval[0] == interval[1] else f" ({interval[0]:.2f} to {interval[1]:.2f})"
 
 
-def _number(value: float | None, digits: int = 2) -> str:
+def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"

@@ -6,12 +6,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from data.tracking import WandbConfig, open_wandb
 from eval.autotune import LengthChoice
 from eval.evidence import evidence
 from eval.intervals import difference_interval, length_interval
 from eval.markdown import render
 from eval.rounds import Generation
 from eval.stats import Pass, acceptance_stats
+from eval.sweeps import altered_share
 from models.files import read_json, write_json, write_text
 
 
@@ -61,6 +63,7 @@ def row_of(measured: Pass, identity: Mapping[str, Any] | None) -> dict[str, Any]
         "verify_share_of_time": measured.verify_seconds / measured.seconds,
         **step_times(measured),
         **evidence(measured.generations, measured.prompts),
+        "altered_share": altered_share(measured.generations),
         "per_domain": per_domain,
     }
 
@@ -87,7 +90,8 @@ def stats_of(generations: Sequence[Generation]) -> dict[str, Any]:
 def comparisons(passes: Sequence[Pass]) -> list[dict[str, Any]]:
     """The first drafter against every other one that ran on the same prompts at the same temperature: the difference of
     their acceptance lengths, and whether it is real."""
-    main = [p for p in passes if p.about["task_set"] == "main" and p.about["drafter"] != "vanilla"]
+    main = [p for p in passes if p.about["task_set"] == "main" and p.about["lossless"]]
+    main = [p for p in main if p.about["drafter"] != "vanilla"]
     first = next((p.about["drafter"] for p in main if p.about["drafter"] != "ngram"), None)
     found = []
     for ours in (p for p in main if p.about["drafter"] == first):
@@ -123,6 +127,31 @@ def write_summary(output_dir: Path, stages: Mapping[str, Mapping[str, float]]) -
     write_json(output_dir / "summary.json", summary)
     write_text(output_dir / "summary.md", render(summary))
     return summary
+
+
+IN_WANDB = ("acceptance_length", "acceptance_length_per_request", "acceptance_rate", "tokens_per_second")
+
+
+def show_in_wandb(
+    report: Mapping[str, Any], config: WandbConfig, output_dir: Path, run_config: Mapping[str, Any]
+) -> None:
+    """A run of the job `eval`: the main row's figures as its summary, all rows as a table, the page as it is."""
+    import wandb
+
+    folder = output_dir / "eval"
+    run = open_wandb(config, output_dir, folder / "wandb_run_id", run_config, job="eval")
+    about = ("drafter", "temperature", "num_draft_tokens", "rule", "schedule", "task_set")
+    rows: list[Any] = [[row[key] for key in (*about, *IN_WANDB)] for row in report["rows"]]
+    run.log(
+        {
+            "rows": wandb.Table(columns=[*about, *IN_WANDB], data=rows),
+            "report": wandb.Html((folder / "report.html").read_text(encoding="utf-8"), inject=False),
+        }
+    )
+    run.summary.update({key: report[key] for key in IN_WANDB if report[key] is not None})
+    for task, part in report["per_domain"].items():
+        run.summary[f"acceptance_length/{task}"] = part["acceptance_length"]
+    run.finish()
 
 
 # How an exported folder is served, by engine.

@@ -20,6 +20,9 @@ class Round:
     # NUM_RANKED (NUM_RANKED: not among them), as far as the output goes
     overlap: tuple[float, ...] = field(default=(), compare=False)
     ranks: tuple[int, ...] = field(default=(), compare=False)
+    # likewise with a lossy rule: how far what comes out of every proposed slot, where it is decided, is from the
+    # target's own distribution (total variation)
+    altered: tuple[float, ...] = field(default=(), compare=False)
 
 
 @dataclass
@@ -34,9 +37,13 @@ class Generation:
     tokens: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     finish_reason: str = ""  # stop, or length: max_new_tokens or the target's context
-    first_token_seconds: float = field(default=0.0, compare=False)  # the prompt's forward, since the request was taken
+    # seconds since the request was taken: when the prompt's forward had given the first token, when every round ended
+    first_token_seconds: float = field(default=0.0, compare=False)
+    round_end_seconds: list[float] = field(default_factory=list, compare=False)
 
-    # while it runs: (round, place of its first slot in the output, likeliest tokens of each slot)
+    # while it runs: the clock when it was taken; (round, place of its first slot in the output, likeliest tokens of
+    # each slot)
+    began: float = field(default=0.0, compare=False, repr=False)
     ranked: list[tuple[int, int, list[list[int]]]] = field(default_factory=list, compare=False, repr=False)
 
     def place_ranks(self) -> None:

@@ -69,7 +69,7 @@ class Pass(DecodeResult):
         """JSON values; a round is a list of its fields."""
         generations = []
         for g in self.generations:
-            own = {name: value for name, value in vars(g).items() if name != "ranked"}
+            own = {name: value for name, value in vars(g).items() if name not in ("began", "ranked")}
             generations.append({**own, "rounds": [list(vars(r).values()) for r in g.rounds]})
         return {**vars(self), "generations": generations}
 

@@ -106,6 +106,19 @@ def _verify_tree(
     return Verdict(num_accepted, samples.gather(1, at[:, None] + 1).squeeze(1), accepted)
 
 
+def altered_of(proposal: Proposal, target_probs: Tensor, threshold: float) -> Tensor:
+    """Total variation distance [B, K] between what `lossy_threshold` gives at each slot of a chain and the target's own
+    distribution there."""
+    target, drafts = target_probs[:, :-1], proposal.probs
+    if proposal.candidate_ids is not None:
+        drafts = torch.zeros_like(target).scatter_add_(2, proposal.candidate_ids, drafts)
+    kept = torch.where(target >= threshold, drafts, torch.minimum(drafts, target))
+    rest = residual(target, drafts)
+    rest = rest / rest.sum(-1, keepdim=True)
+    given = kept + (1 - kept.sum(-1, keepdim=True)) * rest
+    return (given - target).abs().sum(-1) / 2
+
+
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     """max(target - draft, 0) [B, V], unnormalised; the target itself where rounding left no mass."""
     rest = (target_probs - draft_probs).clamp(min=0)

@@ -20,7 +20,7 @@ from models.base import Drafter
 from models.files import read_json, write_atomic, write_json
 from models.published import Published, known_architecture, read_published
 from models.spec import TargetSpec
-from models.target import TargetConfig, TargetIdentity, load_spec
+from models.target import TargetConfig, TargetIdentity, load_spec, quantization_of
 
 FORMAT_VERSION = 2
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -56,7 +56,8 @@ def resolve_folder(path: Path, *, option: str = "draft") -> Path:
 
 
 def check_target(folder: Path, drafter: Drafter, config: TargetConfig, identity: TargetIdentity) -> None:
-    """Raises ValueError when the drafter at `folder` was trained for another target than this one."""
+    """Raises ValueError when the drafter at `folder` was trained for another target than this one. A quantised one
+    passes for the one it was made of: that cannot be told from its files."""
     saved = read_json(folder / CONFIG).get("target") or {}
     own = drafter.spec.vocab_size, drafter.spec.hidden_size, drafter.spec.num_layers
     spec = load_spec(config)
@@ -65,6 +66,8 @@ def check_target(folder: Path, drafter: Drafter, config: TargetConfig, identity:
             f"draft={folder} was trained for a target with (vocabulary, hidden size, layers) {own}, "
             f"target={config.name} has {(spec.vocab_size, spec.hidden_size, spec.num_layers)}"
         )
+    if quantization_of(config) is not None:
+        return
     for key in ("config_sha256", "weights_sha256"):
         now = asdict(identity)[key]
         if saved.get(key) and now and saved[key] != now:

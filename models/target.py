@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
+from transformers.quantizers.auto import AutoQuantizationConfig
 
 from models.cache import KVCache
 from models.cached_attention import ATTENTION, CacheLayer, spread
@@ -41,6 +42,7 @@ class TargetConfig:
     gguf_file: str | None
     thinking: bool | None
     tp_size: int
+    quantization: dict[str, Any] | None  # as transformers reads it from a config: quant_method and its options
 
 
 @dataclass(frozen=True)
@@ -231,8 +233,7 @@ def load_target(
     """
     spec = load_spec(config)
     check_sharing(config, spec, mesh)
-    sharing: dict[str, Any] = {} if mesh is None else {"tp_plan": "auto", "device_mesh": mesh}
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(config.path, dtype=dtype_of(config.dtype), **sharing)
+    model = load_model(config, device, mesh)
     if mesh is not None and not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError(
             f"target.tp_size={config.tp_size}: transformers has no tensor-parallel plan for {spec.model_type}; "
@@ -240,10 +241,23 @@ def load_target(
         )
     if layer_ids is None:
         layer_ids = feature_layer_ids(config, spec)
-    model.to(device)  # pyright: ignore[reportArgumentType] (a decorator hides the method's signature)
     target = Target(model, spec, layer_ids)
     _check_conventions(target, config)
     return target
+
+
+def load_model(config: TargetConfig, device: torch.device, mesh: DeviceMesh | None = None) -> nn.Module:
+    """The target as transformers loads it."""
+    options: dict[str, Any] = {} if mesh is None else {"tp_plan": "auto", "device_mesh": mesh}
+    if config.quantization is not None:
+        options["quantization_config"] = _quantization_config(config.quantization)
+    is_quantised = quantization_of(config) is not None  # then it is made on its device, and stays there
+    if is_quantised:
+        options["device_map"] = {"": device}
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(config.path, dtype=dtype_of(config.dtype), **options)
+    if not is_quantised:
+        model.to(device)  # pyright: ignore[reportArgumentType] (a decorator hides the method's signature)
+    return model
 
 
 def check_sharing(config: TargetConfig, spec: TargetSpec, mesh: DeviceMesh | None) -> None:
@@ -289,6 +303,30 @@ def load_hf_config(config: TargetConfig) -> Any:
         return AutoConfig.from_pretrained(config.path)
     except OSError as error:
         raise ValueError(f"target.path={config.path}: no such folder or Hugging Face name ({error})") from error
+
+
+def quantization_of(config: TargetConfig) -> dict[str, Any] | None:
+    """How its weights are quantised, as asked for or as its files are; None where they are not."""
+    return config.quantization or load_hf_config(config).to_dict().get("quantization_config")
+
+
+def quantization_name(config: TargetConfig) -> str | None:
+    """In words, for reports."""
+    found = quantization_of(config)
+    if found is None:
+        return None
+    about = [
+        f"{name}={value}" for name, value in found.items() if name != "quant_method" and value not in (None, False)
+    ]
+    return f"quantised by {found.get('quant_method')} ({', '.join(about)})"
+
+
+def _quantization_config(options: dict[str, Any]) -> Any:
+    """Raises ValueError on what transformers does not know, or a method whose package is not there."""
+    try:
+        return AutoQuantizationConfig.from_dict(dict(options))
+    except (ValueError, TypeError, KeyError, ImportError, AssertionError) as error:
+        raise ValueError(f"target.quantization={options}: {error}") from error
 
 
 def load_spec(config: TargetConfig) -> TargetSpec:

@@ -100,7 +100,7 @@ def tiny_target_config(tmp_path_factory: pytest.TempPathFactory) -> TargetConfig
     _train_to_count(model, tokenizer)
     model.save_pretrained(folder)
     mask = tokenizer.convert_tokens_to_ids("<mask>")
-    return TargetConfig("tiny", str(folder), TINY_LAYER_IDS, mask, "float32", None, None, None, 1)
+    return TargetConfig("tiny", str(folder), TINY_LAYER_IDS, mask, "float32", None, None, None, 1, None)
 
 
 def _train_to_count(model: nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:

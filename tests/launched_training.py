@@ -49,7 +49,7 @@ def num_micro_batches(store: FeatureStore, setting: str, num_processes: int) -> 
 
 def main(target_path: str, store_path: str, out: str, mixed_precision: str) -> None:
     torch.set_num_threads(1)
-    config = TargetConfig("tiny", target_path, TINY_LAYER_IDS, 4, "float32", None, None, None, 1)
+    config = TargetConfig("tiny", target_path, TINY_LAYER_IDS, 4, "float32", None, None, None, 1, None)
     target, identity, store = (
         load_target(config, torch.device("cpu")),
         target_identity(config),

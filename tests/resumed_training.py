@@ -219,7 +219,7 @@ def assert_same_run(folder: Path, whole: Path) -> None:
 
 def main(target_path: str, store_path: str, folder: str) -> None:
     torch.set_num_threads(1)
-    config = TargetConfig("tiny", target_path, TINY_LAYER_IDS, 4, "float32", None, None, None, 1)
+    config = TargetConfig("tiny", target_path, TINY_LAYER_IDS, 4, "float32", None, None, None, 1, None)
     target, identity = load_target(config, torch.device("cpu")), target_identity(config)
     runs = Runs(target, config, FeatureStore(Path(store_path)), identity)
     results: dict[str, str | None] = {}

@@ -59,7 +59,7 @@ def numbers(case: str) -> dict[str, Tensor]:
     return load_file(GOLDEN / case / "expected.safetensors")
 
 
-TARGET = TargetConfig("golden", str(GOLDEN / "target"), None, None, "float32", None, None, None, 1)
+TARGET = TargetConfig("golden", str(GOLDEN / "target"), None, None, "float32", None, None, None, 1, None)
 
 
 @cache

@@ -24,7 +24,7 @@ def saved(family: str, folder: Path) -> tuple[DSpark, TargetConfig]:
     """A tiny target on disk, and an untrained drafter of one layer for it."""
     target = build(family)
     target.model.save_pretrained(folder)
-    config = TargetConfig(family, str(folder), target.layer_ids, 0, "float32", None, None, None, 1)
+    config = TargetConfig(family, str(folder), target.layer_ids, 0, "float32", None, None, None, 1, None)
     return build_dspark(target, config), config
 
 

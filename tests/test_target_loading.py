@@ -46,7 +46,7 @@ from tests.tiny_families import FAMILIES, SIZES, build, check_close, random_ids
 
 
 def config_of(path: str, **changes: Any) -> TargetConfig:
-    return replace(TargetConfig("test", path, None, None, "float32", None, None, None, 1), **changes)
+    return replace(TargetConfig("test", path, None, None, "float32", None, None, None, 1, None), **changes)
 
 
 @pytest.mark.parametrize(

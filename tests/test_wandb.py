@@ -13,10 +13,8 @@ import pytest
 from wandb.proto.wandb_internal_pb2 import Record
 
 from data.store import FeatureStore
+from data.tracking import TrackerName, WandbConfig, choose_tracker
 from models.target import TargetConfig
-from tests.test_train import train_config
-from train.config import TrackerName, WandbConfig
-from train.tracking import choose_tracker
 
 ROOT = Path(__file__).parents[1]
 BLOCK, HEADER = 32768, 7  # W&B keeps records in a LevelDB log: blocks of fragments under a header of 7 bytes
@@ -175,17 +173,15 @@ def test_rates_by_position_are_plotted(offline_run: Path) -> None:
     ],
 )
 def test_wandbs_own_variables_count_where_the_config_says_nothing(
-    tmp_path: Path,
     tracker: TrackerName | None,
     mode: str | None,
     environment: dict[str, str],
     expected: tuple[str, str],
 ) -> None:
-    config = train_config(tmp_path, tracker=tracker, wandb=WandbConfig("p", mode))
-    choose_tracker(config, environment)
-    assert (str(config.tracker), config.wandb.mode) == expected
+    chosen, wandb = choose_tracker(tracker, WandbConfig("p", mode), environment)
+    assert (str(chosen), wandb.mode) == expected
 
 
-def test_a_mode_that_wandb_does_not_have_is_refused(tmp_path: Path) -> None:
+def test_a_mode_that_wandb_does_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match=r"wandb.mode=of does not exist.*offline, online"):
-        choose_tracker(train_config(tmp_path, wandb=WandbConfig("p", "of")), {})
+        choose_tracker(None, WandbConfig("p", "of"), {})

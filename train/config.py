@@ -5,15 +5,9 @@ from enum import StrEnum
 from typing import Any
 
 from data.responses import ChatOptions
+from data.tracking import TrackerName, WandbConfig
 
 ONLINE = "online"
-
-
-class TrackerName(StrEnum):
-    """Where metrics go besides the local JSONL, which is always written."""
-
-    none = "none"
-    wandb = "wandb"
 
 
 class AttentionBackend(StrEnum):
@@ -35,12 +29,6 @@ class OptimConfig:
     beta2: float
     eps: float
     max_grad_norm: float
-
-
-@dataclass
-class WandbConfig:
-    project: str
-    mode: str | None
 
 
 @dataclass

@@ -15,12 +15,13 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from data.store import FeatureSource
+from data.tracking import METRICS
 from models.checkpoint import step_folders
 from models.files import sha256_file, sha256_text, write_atomic
 from train.checkpoint import FORMAT_VERSION, TRAINER, Progress, link_best, read_sealed
 from train.config import ONLINE, TrainConfig
 from train.optim import Schedule
-from train.tracking import METRICS, WANDB_RUN
+from train.tracking import WANDB_RUN
 
 log = logging.getLogger(__name__)
 

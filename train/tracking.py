@@ -1,19 +1,15 @@
 """Where training metrics go: always a local JSONL, and Weights & Biases on request (offline unless told otherwise)."""
 
 import json
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from data.run import read_lines
+from data.tracking import METRICS, PROBE_PREFIX, TrackerName, WandbConfig, open_wandb
 from models.files import write_text
-from train.config import TrackerName, TrainConfig, WandbConfig
 
-MODES = ("offline", "online", "disabled", "shared")
-
-METRICS, WANDB_RUN = "metrics.jsonl", "wandb_run_id"  # files of the run folder
-PROBE_PREFIX = "probe/"
+WANDB_RUN = "wandb_run_id"  # of the run folder
 
 
 class Tracker(Protocol):
@@ -42,20 +38,7 @@ class WandbTracker:
     """One W&B run per run folder; resuming continues the same run id."""
 
     def __init__(self, config: WandbConfig, folder: Path, run_config: Mapping[str, Any]) -> None:
-        import wandb
-
-        id_file = folder / WANDB_RUN
-        run_id = id_file.read_text().strip() if id_file.is_file() else secrets.token_hex(4)
-        id_file.write_text(run_id)
-        self._run = wandb.init(
-            project=config.project,
-            mode=config.mode,  # type: ignore[arg-type]
-            dir=str(folder),
-            id=run_id,
-            resume="allow",
-            name=folder.name,
-            config=dict(run_config),
-        )
+        self._run = open_wandb(config, folder, folder / WANDB_RUN, run_config, job="train")
         # Its own step only counts up, so one that a resumed run logs again would be lost.
         self._run.define_metric("*", step_metric="step")
         self._by_position: dict[str, dict[int, float]] = {}
@@ -77,17 +60,6 @@ class WandbTracker:
                 {f"by_position/{name}": wandb.plot.line(table, "position", name, title=f"{name} by position")}
             )
         self._run.finish()
-
-
-def choose_tracker(config: TrainConfig, environment: Mapping[str, str]) -> None:
-    """Fill in what the config leaves to W&B's own variables. Raises ValueError on a mode that does not exist."""
-    mode = config.wandb.mode or environment.get("WANDB_MODE") or "offline"
-    if mode not in MODES:
-        raise ValueError(f"wandb.mode={mode} does not exist: choose one of {', '.join(MODES)} (WANDB_MODE counts too)")
-    if config.tracker is None:
-        asked = bool(environment.get("WANDB_MODE") or environment.get("WANDB_API_KEY")) and mode != "disabled"
-        config.tracker = TrackerName.wandb if asked else TrackerName.none
-    config.wandb.mode = mode
 
 
 def build_trackers(

@@ -17,6 +17,7 @@ from data.collate import collate
 from data.dataset import RankSampler, StepPlan, TrainingData, prefetched, stable_seed
 from data.run import StopRequest
 from data.store import FeatureSource
+from data.tracking import PROBE_PREFIX
 from models.base import DraftBatch, Drafter, SampledVocabulary
 from models.checkpoint import step_folder
 from models.files import write_json
@@ -39,7 +40,7 @@ from train.optim import Schedule, learning_rate
 from train.parallel import Shared, share
 from train.resume import Found, alone_in, find_checkpoint, fingerprint, on_main, put_aside, read_progress, trajectory
 from train.setup import set_up_compute, start_from_folder
-from train.tracking import PROBE_PREFIX, Tracker, build_trackers
+from train.tracking import Tracker, build_trackers
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,202 @@
+"""Why an acceptance length is no higher: likely causes by what was measured, and what to try next.
+
+The right token of every rejected draft is known, and whether the drafter had it among its likeliest 16. So what is
+missing to accepting whole blocks parts in two: what better choices among those would add, and what only a drafter that
+knows more would. A drafter that was trained here has its last figures on the training answers beside.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from data.run import read_lines
+from data.tracking import METRICS, PROBE_PREFIX
+
+LAST_LINES = 10  # of a training run's metrics, whose mean is where it ended
+LOST = 0.4  # share of the drafts accepted in training that must be accepted in decoding, or something is broken
+FORGOTTEN = 0.75  # and that share, or it does not carry over to other texts
+WORSE_TASK = 0.8  # a task's tokens a round, of all tasks'
+FALLING = 0.7  # the last draft's conditional acceptance, of the first one's
+LONG_BLOCK = 0.5  # share of blocks accepted to their end from which longer ones would pay
+FEWEST_ROUNDS = 50
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`at_stake`: tokens a round that this costs at most, None where that is not known."""
+
+    cause: str
+    evidence: str
+    advice: str
+    at_stake: float | None = None
+
+
+def training_record(folder: Path | None) -> dict[str, Any] | None:
+    """Where the training of a drafter in outputs/NAME/checkpoints/step_N ended; None for one from elsewhere."""
+    if folder is None or not (path := folder.resolve().parents[1] / METRICS).is_file():
+        return None
+    lines = read_lines(path, repair=False)
+    steps = [line for line in lines if "teacher_forced_acceptance_length" in line][-LAST_LINES:]
+    if not steps:
+        return None
+    probes = [value for line in lines if (value := line.get(f"{PROBE_PREFIX}acceptance_length")) is not None]
+    return {
+        "step": steps[-1]["step"],
+        "sampled_acceptance_length": mean(_expected(line, "accept_rate") for line in steps),
+        "greedy_acceptance_length": mean(_expected(line, "top1_agreement") for line in steps),
+        "probe_acceptance_length": probes[-1] if probes else None,
+    }
+
+
+def _expected(line: Mapping[str, float], rate: str) -> float:
+    """Tokens a round where slots are accepted at such rates, each given those before it."""
+    total, survival, slot = 1.0, 1.0, 0
+    while (value := line.get(f"{rate}@{slot}")) is not None:
+        survival *= value
+        total, slot = total + survival, slot + 1
+    return total
+
+
+def diagnose(row: Mapping[str, Any], training: Mapping[str, Any] | None, n_gram: Mapping[str, Any]) -> list[Finding]:
+    """Findings on a drafter's report row, what costs most first."""
+    if row["acceptance_length"] is None or not row["proposed"]:
+        return []
+    checks = (_broken(row, training, n_gram), _by_heart(row, training), *_split(row), *_uneven(row), _short(row))
+    found = [one for one in checks if one is not None]
+    return sorted(found, key=lambda one: -(one.at_stake if one.at_stake is not None else 1e9))
+
+
+def _trained(row: Mapping[str, Any], training: Mapping[str, Any]) -> float:
+    return training["greedy_acceptance_length" if row["temperature"] == 0 else "sampled_acceptance_length"]
+
+
+def _broken(row: Mapping[str, Any], training: Mapping[str, Any] | None, n_gram: Mapping[str, Any]) -> Finding | None:
+    """Decoding has next to nothing of what training had, or a lookup in the prompt does better."""
+    length, reasons = row["acceptance_length"], []
+    if training is not None and length - 1 < LOST * (_trained(row, training) - 1):
+        reasons.append(f"training ended at {_trained(row, training):.2f} tokens a round, here it is {length:.2f}")
+    other = n_gram.get("acceptance_length")
+    if other is not None and other > length:
+        reasons.append(f"n-gram lookup, which learns nothing, has {other:.2f}")
+    if not reasons:
+        return None
+    probe = None if training is None else training["probe_acceptance_length"]
+    if probe is not None and length - 1 >= LOST * (probe - 1):
+        return None  # it was so during training as well: not broken since, but not learnt
+    return Finding(
+        "The drafter does not get what it was trained on",
+        "; ".join(reasons),
+        "Compare with its training: target_layer_ids, slot_layout, the target's weights and dtype (target.dtype, a "
+        "quantised target), chat template and target.thinking. Then python extract.py verify=true on its store. A "
+        "drafter that was only trained for too short is found by more steps.",
+    )
+
+
+def _by_heart(row: Mapping[str, Any], training: Mapping[str, Any] | None) -> Finding | None:
+    """Much of what is accepted on the training answers is not on these prompts."""
+    if training is None:
+        return None
+    there, here = _trained(row, training) - 1, row["acceptance_length"] - 1
+    if here >= FORGOTTEN * there:
+        return None
+    return Finding(
+        "It does not carry over to these prompts",
+        f"on its training answers {1 + there:.2f} tokens a round (teacher-forced, at the end of training), here "
+        f"{1 + here:.2f}",
+        "More answers, and answers to prompts like these (generate.py prompts=..., weights=...), before more steps: a "
+        "drafter learns a small set by heart.",
+        there - here,
+    )
+
+
+def _split(row: Mapping[str, Any]) -> list[Finding | None]:
+    """The right token was on the drafter's list, or it was not."""
+    rejections, oracle = row.get("rejections"), row.get("oracle_length")
+    if not rejections or oracle is None:
+        return []
+    listed, missed = rejections["in_top_16"], rejections["not_in_top_16"]
+    if not listed + missed:
+        return []
+    length, whole = row["acceptance_length"], row["num_draft_tokens"] + 1
+    choice = Finding(
+        "It knows the right token but drafts another",
+        f"{listed / (listed + missed):.0%} of the rejected drafts stood before a token that is among its likeliest 16; "
+        f"always the right one of those would give {oracle:.2f} tokens a round",
+        "A head that sees the draft before (model=dspark, markov_head) or feeds drafts back (model=eagle3), or several "
+        "candidates at once (tree.num_nodes for EAGLE-3)."
+        + (" At this temperature a part of it is the target's own chance." if row["temperature"] > 0 else ""),
+        max(oracle - length, 0.0),
+    )
+    knowledge = Finding(
+        "It does not know the right token",
+        f"{missed / (listed + missed):.0%} of the rejected drafts stood before a token that is not among its likeliest "
+        f"16; a block has {whole} tokens with the bonus, the likeliest 16 reach {oracle:.2f} of them",
+        "More training data and steps, more layers (model.num_layers), features of more target layers "
+        "(target.layer_ids); then a look at draft_vocab_size, where it has one.",
+        max(whole - oracle, 0.0),
+    )
+    return [choice if listed else None, knowledge if missed else None]
+
+
+def _uneven(row: Mapping[str, Any]) -> list[Finding | None]:
+    """Some tasks, later drafts or long contexts do worse than the rest."""
+    length, domains = row["acceptance_length"], row["per_domain"]
+    known = {name: part["acceptance_length"] for name, part in domains.items() if part["acceptance_length"] is not None}
+    found: list[Finding | None] = []
+    if len(known) > 1:
+        worst = min(known, key=lambda name: known[name])
+        if known[worst] - 1 < WORSE_TASK * (length - 1):
+            found.append(
+                Finding(
+                    f"It is weak on {worst}",
+                    ", ".join(f"{name} {value:.2f}" for name, value in sorted(known.items(), key=lambda one: one[1])),
+                    f"Prompts like those of {worst} in its training data (generate.py prompts=[..] weights=[..]). "
+                    "Chat is less predictable than code and mathematics for any drafter.",
+                    length - known[worst],
+                )
+            )
+    slots = [value for value in row["conditional_acceptance"] if value is not None]
+    if len(slots) > 2 and slots[-1] < FALLING * slots[0]:
+        kept = 1 + sum(slots[0] ** (k + 1) for k in range(len(slots)))
+        found.append(
+            Finding(
+                "Later drafts are guessed worse than the first",
+                f"accepted after those before them: {', '.join(f'{value:.0%}' for value in slots)}",
+                "A head that knows the draft before (model=dspark), a larger model.decay, which weighs later slots "
+                "more in training, or fewer drafts (num_draft_tokens=auto).",
+                max(kept - length, 0.0),
+            )
+        )
+    contexts = [one for one in row["acceptance_by_context"] if one["rounds"] >= FEWEST_ROUNDS]
+    if len(contexts) > 1 and contexts[-1]["acceptance_length"] - 1 < WORSE_TASK * (
+        contexts[0]["acceptance_length"] - 1
+    ):
+        found.append(
+            Finding(
+                "It loses its way in long contexts",
+                ", ".join(f"from token {one['from']} on {one['acceptance_length']:.2f}" for one in contexts),
+                "Longer training answers (sampling.max_new_tokens, chats.max_length); a sliding window in training "
+                "must be the one in serving.",
+                contexts[0]["acceptance_length"] - contexts[-1]["acceptance_length"],
+            )
+        )
+    return found
+
+
+def _short(row: Mapping[str, Any]) -> Finding | None:
+    """Most blocks are accepted whole."""
+    survival: Sequence[float] = row["survival"]
+    if not survival or survival[-1] < LONG_BLOCK:
+        return None
+    return Finding(
+        "Its blocks are short",
+        f"{survival[-1]:.0%} of the rounds accepted all {len(survival)} drafts",
+        "Train it with more model.num_draft_tokens.",
+        survival[-1],
+    )
+
+
+def to_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    return [asdict(one) for one in findings]

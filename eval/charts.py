@@ -56,6 +56,7 @@ def conditional(rows: Sequence[Row]) -> list[Chart]:
             percent=(f"temperature {temperature:g}",),
             whole=True,
             lowest=0,
+            series=_colours(same, rows),
         )
         found.append(Chart(svg, "Accepted, of the rounds in which all drafts before it were."))
     return found
@@ -68,7 +69,7 @@ def tasks(rows: Sequence[Row]) -> Chart | None:
             f"{task}: {_name(row, same)}",
             part["acceptance_length"],
             part["acceptance_length_interval"],
-            _series(row, same),
+            _series(row, drafting(rows)),
         )
         for same in [_of_first_temperature(rows)]
         for task in sorted({task for row in same for task in row["per_domain"]})
@@ -90,7 +91,13 @@ def context(rows: Sequence[Row]) -> Chart | None:
         _name(row, same): [{one["from"]: one["acceptance_length"] for one in found}.get(start) for start in starts]
         for row, found in zip(same, classes, strict=True)
     }
-    svg = line_chart("context", ("tokens before the round, at least", starts), {"tokens a round": lines}, lowest=1)
+    svg = line_chart(
+        "context",
+        ("tokens before the round, at least", starts),
+        {"tokens a round": lines},
+        lowest=1,
+        series=_colours(same, rows),
+    )
     return Chart(svg, "By the length of the context (classes of 20 rounds or more).")
 
 
@@ -115,18 +122,18 @@ def recall(rows: Sequence[Row]) -> Chart | None:
     if not same:
         return None
     longest = max(len(row["recall_at_1"]) for row in same)
-    panels = {
-        f"likeliest {count}" if count > 1 else "the likeliest": {
-            _name(row, same): row[f"recall_at_{count}"] for row in same
-        }
-        for count in (1, 16)
-    }
+    titles = {"the likeliest": "recall_at_1", "among the likeliest 16": "recall_at_16"}
+    panels = {title: {_name(row, same): row[key] for row in same} for title, key in titles.items()}
     svg = line_chart(
-        "recall", ("draft token", range(1, longest + 1)), panels, percent=tuple(panels), whole=True, lowest=0
+        "recall",
+        ("draft token", range(1, longest + 1)),
+        panels,
+        percent=tuple(titles),
+        whole=True,
+        lowest=0,
+        series=_colours(same, rows),
     )
-    return Chart(
-        svg, "How often the right token is the drafter's likeliest, and how often among its likeliest 16.", True
-    )
+    return Chart(svg, "How often the right token is what the drafter thinks likeliest, or one of 16.", is_wide=True)
 
 
 def lossy(sweep: Sequence[Row]) -> Chart | None:
@@ -151,7 +158,7 @@ def times(rows: Sequence[Row]) -> Chart | None:
     bars = {
         setting_of(row): {shown: 1e3 * row[f"{part}_step_seconds"] for part, shown in names.items()}
         for row in rows
-        if row["draft_step_seconds"] is not None
+        if row["draft_step_seconds"] is not None and row["lossless"]
     }
     if not bars:
         return None
@@ -219,6 +226,11 @@ def thresholds(sweep: Sequence[Row]) -> Chart | None:
 def _of_first_temperature(rows: Sequence[Row]) -> list[Row]:
     found = drafting(rows)
     return [row for row in found if row["temperature"] == found[0]["temperature"] and row["lossless"]]
+
+
+def _colours(same: Sequence[Row], rows: Sequence[Row]) -> dict[str, int]:
+    """Of the lines of rows of one temperature: those of their drafters."""
+    return {_name(row, same): _series(row, drafting(rows)) for row in same}
 
 
 def _series(row: Row, rows: Sequence[Row]) -> int:

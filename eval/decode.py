@@ -35,6 +35,13 @@ class DecodeConfig:
     tree: TreePolicy | None = None  # a tree instead of a chain, `num_draft_tokens` is its depth then
     cuda_graphs: bool = False  # the target's forward of a round is recorded once for every shape
     diagnose: bool = False  # rounds say how close their drafts came
+    # as DeepSpec's evaluator counts: where exactly max_new_tokens are out there is one more round, without its tokens
+    round_at_the_limit: bool = False
+
+    @property
+    def most_new_tokens(self) -> int:
+        """At which an output ends, before it is cut to max_new_tokens."""
+        return self.max_new_tokens + self.round_at_the_limit
 
     def __post_init__(self) -> None:
         if self.tree is not None and (self.schedule.name is not ScheduleName.fixed or self.schedule.gate):
@@ -69,7 +76,7 @@ def decode(
 
     with torch.inference_mode():
         longest = max((len(prompt) for prompt in prompts), default=0)
-        room = min(longest + config.max_new_tokens, target.spec.max_position_embeddings)
+        room = min(longest + config.most_new_tokens, target.spec.max_position_embeddings)
         batch = admit(config.batch_size, room + run.most_fed + 1) if prompts else None
         while batch is not None:
             for index, generation in batch.take_finished():
@@ -163,7 +170,7 @@ class _Batch:
         self.indices = indices
         target, device = run.target, run.target.device
         limit = target.spec.max_position_embeddings
-        self.limits = [min(self.config.max_new_tokens, limit - len(prompt)) for prompt in prompts]
+        self.limits = [min(self.config.most_new_tokens, limit - len(prompt)) for prompt in prompts]
         tokens, counts = pad_rows(prompts, device)
         seen = None
         if self.config.sampling.has_penalties:
@@ -337,6 +344,9 @@ class _Batch:
                 generation.finish_reason = "length"
             if generation.finish_reason:
                 generation.place_ranks()
+                if len(generation.tokens) > self.config.max_new_tokens:
+                    del generation.tokens[self.config.max_new_tokens :]
+                    generation.finish_reason = "length"
 
 
 def overlap_of(proposal: Proposal, target_probs: Tensor) -> Tensor:

@@ -124,8 +124,8 @@ def _split(row: Mapping[str, Any]) -> list[Finding | None]:
         "It knows the right token but drafts another",
         f"{listed / (listed + missed):.0%} of the rejected drafts stood before a token that is among its likeliest 16; "
         f"always the right one of those would give {oracle:.2f} tokens a round",
-        "A head that sees the draft before (model=dspark, markov_head) or feeds drafts back (model=eagle3), or several "
-        "candidates at once (tree.num_nodes for EAGLE-3)."
+        "A stronger head over the draft before (DSpark: model.markov_rank, model.markov_head=gated or rnn; DFlash has "
+        "none), drafts that are fed back (EAGLE-3), or several candidates at once (tree.num_nodes, EAGLE-3)."
         + (" At this temperature a part of it is the target's own chance." if row["temperature"] > 0 else ""),
         max(oracle - length, 0.0),
     )
@@ -164,8 +164,8 @@ def _uneven(row: Mapping[str, Any]) -> list[Finding | None]:
             Finding(
                 "Later drafts are guessed worse than the first",
                 f"accepted after those before them: {', '.join(f'{value:.0%}' for value in slots)}",
-                "A head that knows the draft before (model=dspark), a larger model.decay, which weighs later slots "
-                "more in training, or fewer drafts (num_draft_tokens=auto).",
+                "A head that knows the draft before (DSpark's; model.markov_rank), a larger model.decay, which weighs "
+                "later slots more in training, or fewer drafts (num_draft_tokens=auto).",
                 max(kept - length, 0.0),
             )
         )

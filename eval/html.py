@@ -73,7 +73,11 @@ def render_page(report: Mapping[str, Any]) -> str:
         losslessness=losslessness(report["losslessness"]),
         divergences=divergences(report["losslessness"]),
         lossy=lossy(report["lossy_sweep"]),
-        speed=[line.removeprefix("- ") for row in rows if (line := speed_remark(row))],
+        speed=[
+            line.removeprefix("- ")
+            for row in rows
+            if row["temperature"] == rows[0]["temperature"] and (line := speed_remark(row))
+        ],
         loads=loads(report.get("simulation")),
         calibration=thresholds(report["confidence_sweep"]),
         facts=facts(report, rows),
@@ -256,25 +260,27 @@ def tasks(rows: Sequence[Row]) -> Table:
 def lossless_words(rows: Sequence[Row]) -> str:
     lossy_rows = [row for row in rows if not row["lossless"]]
     how = (
-        " Greedy outputs are compared token by token, sampled ones by tests of the first token that came out of a "
-        "verification and of the length: of some dozen p-values one under 0.001 would be a fault."
+        " Greedy outputs are compared token by token with plain decoding's, sampled ones by two tests, of the first "
+        "token that came out of a verification and of the length (p-values; - where too few to say). Of some dozen of "
+        "them one under 0.001 would be a fault."
     )
     return (LOSSLESS if not lossy_rows else lossy_note(lossy_rows)).strip() + how
 
 
 def losslessness(found: Sequence[Row]) -> Table:
+    tasks = list(dict.fromkeys(task["task"] for one in found for task in one["tasks"]))
     lines = []
     for one in found:
-        name = setting_of(one) + ("" if one["lossless"] else ", LOSSY")
-        for task in one["tasks"]:
-            if "equal" in task:
-                ties = f", {task['near_ties']} near ties" if task["near_ties"] else ""
-                said = [f"{task['equal']} of {task['num_prompts']} equal{ties}", "–", "–"]
-            else:
-                said = ["–", number(task["first_verified_token_p"], 3), number(task["length_p"], 3)]
-            lines.append([name, str(one["rule"]), task["task"], *said])
-    head = ["drafter", "rule", "task", "greedy outputs", "p, first verified token", "p, lengths"]
-    return Table(head, lines, frozenset({1, 2, 3}))
+        parts = {task["task"]: _agreement(task) for task in one["tasks"]}
+        lines.append([setting_of(one), str(one["rule"]), *(parts.get(task, "–") for task in tasks)])
+    return Table(["drafter", "rule", *tasks], lines, frozenset(range(1, 2 + len(tasks))))
+
+
+def _agreement(task: Row) -> str:
+    if "equal" in task:
+        ties = f", {task['near_ties']} near ties" if task["near_ties"] else ""
+        return f"{task['equal']} of {task['num_prompts']} equal{ties}"
+    return "p = " + ", ".join(number(task[key], 3) for key in ("first_verified_token_p", "length_p"))
 
 
 def divergences(found: Sequence[Row]) -> Table:
@@ -308,7 +314,7 @@ def loads(simulation: Mapping[str, Any] | None) -> Table:
         [name, *(f"{row['tokens_per_second']:.0f} ({row['drafts_per_request']:.1f})" for row in rows)]
         for name, rows in schedules.items()
     ]
-    head = ["tokens/s (drafts verified)", *(f"{row['num_requests']} requests" for row in schedules["vanilla"])]
+    head = ["tokens/s (drafts verified), requests:", *(str(row["num_requests"]) for row in schedules["vanilla"])]
     return Table(head, lines)
 
 

@@ -51,7 +51,7 @@ def render(report: Mapping[str, Any]) -> str:
 
 
 def lossy_note(rows: Sequence[Mapping[str, Any]]) -> str:
-    names = ", ".join(f"{row['drafter']} T={row['temperature']:g} ({row['rule']})" for row in rows)
+    names = ", ".join(dict.fromkeys(f"{row['drafter']} T={row['temperature']:g} ({row['rule']})" for row in rows))
     return f" LOSSY: {names}: outputs are NOT distributed as the target's own. All other rows are lossless."
 
 

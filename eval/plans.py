@@ -9,6 +9,7 @@ from eval.config import EvalConfig, parse_length, parse_temperatures
 from eval.decode import DecodeConfig
 from eval.schedule import FIXED, Schedule
 from eval.subject import VANILLA, Subject, ngram
+from eval.tasks import Protocol
 from eval.verify import Rule
 from models.base import TreeProposer
 from models.sampling import SamplingConfig
@@ -86,6 +87,7 @@ class PassPlan:
             tree=tree,
             cuda_graphs=config.cuda_graphs,
             diagnose=self.task_set != RACE,  # that one is looked at for its speed
+            round_at_the_limit=config.protocol is Protocol.deepspec,
         )
 
 

@@ -138,19 +138,23 @@ def line_chart(
     doubling: bool = False,
     whole: bool = False,
     lowest: float | None = None,
+    series: Mapping[str, int] | None = None,
 ) -> str:
     """A panel for each title of `panels` with its lines by name over the places `x` (label, values); None leaves a gap.
 
     `percent`: titles of shares. `doubling`: places are 1, 2, 4 ... `whole`: every place has its tick. `lowest` is the
-    lower end of the upright axes. A line has one colour and mark in all panels.
+    lower end of the upright axes. A line has the colour of its `series`, by default one of its own; another of that
+    colour is dashed.
     """
     label, places = x
     names = list(dict.fromkeys(line for lines in panels.values() for line in lines))
+    numbers = {line: (series or {}).get(line, index) % len(SERIES) for index, line in enumerate(names)}
+    dashed = {line for i, line in enumerate(names) if numbers[line] in [numbers[other] for other in names[:i]]}
     with picture(name, panels=len(panels), width=WIDTH if len(panels) == 1 else 8.2) as found:
         for axis, (title, lines) in zip(found.panels, panels.items(), strict=True):
             for line, values in lines.items():
-                index = names.index(line)
-                style: Any = {"color": SERIES[index % len(SERIES)], "marker": MARKERS[index % len(MARKERS)]}
+                style: Any = {"color": SERIES[numbers[line]], "marker": MARKERS[numbers[line]]}
+                style["linestyle"] = "--" if line in dashed else "-"
                 known = [(a, b) for a, b in zip(places, values, strict=False) if b is not None]
                 axis.plot(*zip(*known, strict=True), label=line, **style) if known else None
             axis.set(title=title, xlabel=label)
@@ -161,7 +165,7 @@ def line_chart(
                 axis.set_xticks(list(places))
             if title in percent:
                 axis.yaxis.set_major_formatter(PercentFormatter(1))
-            axis.set_ylim(bottom=lowest)
+            axis.set_ylim(bottom=lowest, top=1.03 if title in percent and lowest == 0 else None)
         if len(names) > 1:
             found.panels[-1].legend(loc="best")
     return found.svg

@@ -88,13 +88,14 @@ def stats_of(generations: Sequence[Generation]) -> dict[str, Any]:
 
 
 def comparisons(passes: Sequence[Pass]) -> list[dict[str, Any]]:
-    """The first drafter against every other one that ran on the same prompts at the same temperature: the difference of
-    their acceptance lengths, and whether it is real."""
+    """The first drafter, as it was measured first at each temperature, against every other one that ran on the same
+    prompts at that temperature: the difference of their acceptance lengths, and whether it is real."""
     main = [p for p in passes if p.about["task_set"] == "main" and p.about["lossless"]]
     main = [p for p in main if p.about["drafter"] != "vanilla"]
     first = next((p.about["drafter"] for p in main if p.about["drafter"] != "ngram"), None)
     found = []
-    for ours in (p for p in main if p.about["drafter"] == first):
+    own = {p.about["temperature"]: p for p in reversed(main) if p.about["drafter"] == first}
+    for ours in reversed(own.values()):
         for theirs in main:
             same = all(ours.about[key] == theirs.about[key] for key in ("temperature", "max_new_tokens"))
             if not same or theirs.about["drafter"] == first or len(ours.generations) != len(theirs.generations):

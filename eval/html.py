@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from eval import charts
 from eval.charts import Chart, Row
-from eval.markdown import LOSSLESS, between, comparison_line, lossy_note, number, setting_of, speed_remark
+from eval.markdown import LOSSLESS, between, comparison_line, lossy_note, number, precision_of, setting_of, speed_remark
 from eval.plots import themed
 
 TEMPLATE = "report.html.jinja"
@@ -125,7 +125,7 @@ def sections(*, has_race: bool, has_confidence: bool) -> Iterator[tuple[str, str
 def setting(row: Row) -> str:
     tasks = ", ".join(sorted(row["per_domain"]))
     return (
-        f"{row['num_prompts']} prompts ({tasks}), at most {row['max_new_tokens']} new tokens, {row['dtype']} on "
+        f"{row['num_prompts']} prompts ({tasks}), at most {row['max_new_tokens']} new tokens, {precision_of(row)} on "
         f"{row['device']}, batch {row['batch_size']}"
     )
 
@@ -252,9 +252,12 @@ def tasks(rows: Sequence[Row]) -> Table:
         cells = []
         for name in names:
             part = row["per_domain"].get(name, {})
-            cells.append(number(part.get("acceptance_length")) + between(part.get("acceptance_length_interval")))
+            vanilla = part.get("vanilla_tokens_per_second")
+            speed = f", {part['tokens_per_second'] / vanilla:.2f}×" if vanilla else ""
+            sure = between(part.get("acceptance_length_interval"))
+            cells.append(number(part.get("acceptance_length")) + sure + speed)
         lines.append([setting_of(row), *cells])
-    return Table(["tokens a round", *names], lines)
+    return Table(["tokens a round (95 %), speed of plain decoding's", *names], lines)
 
 
 def lossless_words(rows: Sequence[Row]) -> str:
@@ -349,7 +352,7 @@ def lanes(race: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 
 def facts(report: Mapping[str, Any], rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
     row = rows[0]
-    yield "target", f"{row['target']}, {row['dtype']}" + (f", {row['quantization']}" if row["quantization"] else "")
+    yield "target", f"{row['target']}, {precision_of(row)}".rstrip(",")
     yield "device", f"{row['device']}, at most {row['batch_size']} requests at a time"
     yield "prompts", ", ".join(f"{name} {part['num_prompts']}" for name, part in row["per_domain"].items())
     yield "new tokens", f"at most {row['max_new_tokens']} a prompt"

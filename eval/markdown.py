@@ -20,7 +20,7 @@ def render(report: Mapping[str, Any]) -> str:
     extra = [row for row in report["rows"] if row["task_set"] == "extra"]
     first = report["rows"][0]
     lines = [
-        f"target {first['target']}, {first['dtype']} on {first['device']}, batch {first['batch_size']}, "
+        f"target {first['target']}, {precision_of(first)} on {first['device']}, batch {first['batch_size']}, "
         f"at most {first['max_new_tokens']} new tokens, {first['num_prompts']} prompts",
         "",
         *_table(main),
@@ -48,6 +48,11 @@ def render(report: Mapping[str, Any]) -> str:
     if report.get("seconds"):
         lines.append("seconds: " + ", ".join(f"{name} {value:.0f}" for name, value in report["seconds"].items()))
     return "\n".join(lines).rstrip() + "\n"
+
+
+def precision_of(row: Mapping[str, Any]) -> str:
+    """Of the target."""
+    return row["dtype"] + (f", quantised by {row['quantization']}," if row["quantization"] else "")
 
 
 def lossy_note(rows: Sequence[Mapping[str, Any]]) -> str:

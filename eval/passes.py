@@ -8,6 +8,7 @@ same however the work is shared and wherever it was interrupted. What is kept is
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,7 @@ class Passes:
         asked = [[source.prompt.id, source.prompt.messages] for source in sources]
         key = sha256_text(json.dumps([about, options, asked, self.thinking, self.all_turns], sort_keys=True))
         folder = self.folder / f"{about['drafter']}_{about['task_set']}_{key[:16]}".replace(" ", "-")
-        size = UNIT_BATCHES * int(about["batch_size"])
-        units = [range(first, min(first + size, len(sources))) for first in range(0, len(sources), size)]
+        units = units_of(sources, UNIT_BATCHES * int(about["batch_size"]))
         files = [folder / f"unit_{index:05d}.json" for index in range(len(units))]
         own = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
         todo = [(unit, file) for unit, file in zip(units[own], files[own], strict=True) if not file.is_file()]
@@ -86,3 +86,18 @@ class Passes:
                 for index, generation in zip(prompts, result.generations, strict=True)
             }
         return joined(parts)
+
+
+def units_of(sources: Sequence[SourcePrompt], size: int) -> list[range]:
+    """At most `size` prompts each, and of one domain where the prompts of every domain stand together, so that what
+    each of them took is known."""
+    domains = [source.prompt.domain for source in sources]
+    counts = [len(list(members)) for _, members in groupby(domains)]
+    if len(counts) > len(set(domains)):
+        counts = [len(domains)]
+    starts = [sum(counts[:index]) for index in range(len(counts))]
+    return [
+        range(first, min(first + size, start + count))
+        for start, count in zip(starts, counts, strict=True)
+        for first in range(start, start + count, size)
+    ]

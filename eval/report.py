@@ -16,6 +16,16 @@ from eval.stats import Pass, acceptance_stats
 from eval.sweeps import altered_share
 from models.files import read_json, write_json, write_text
 
+TIMES = (
+    "tokens_per_second",
+    "draft_share_of_time",
+    "verify_share_of_time",
+    "draft_step_seconds",
+    "verify_step_seconds",
+    "overhead_step_seconds",
+    "first_token_seconds",
+)
+
 
 def build_report(
     passes: Sequence[Pass], identities: Mapping[int, dict[str, Any]], choice: LengthChoice | None
@@ -23,15 +33,11 @@ def build_report(
     """The main row's keys at top level (the drafter at the first temperature and its full length), all rows beside."""
     rows = [row_of(p, identities.get(index)) for index, p in enumerate(passes)]
     for row in rows:
-        row["vanilla_tokens_per_second"] = next(
-            (
-                other["tokens_per_second"]
-                for other in rows
-                if (other["drafter"], other["temperature"]) == ("vanilla", row["temperature"])
-                and other["task_set"] == row["task_set"]
-            ),
-            None,
-        )
+        vanilla = next((other for other in rows if is_vanilla_of(row, other)), {})
+        row["vanilla_tokens_per_second"] = vanilla.get("tokens_per_second")
+        for domain, part in row["per_domain"].items():
+            plain = vanilla.get("per_domain", {}).get(domain, {})
+            part["vanilla_tokens_per_second"] = plain.get("tokens_per_second")
     main = next((row for row in rows if row["drafter"] not in ("vanilla", "ngram")), rows[0])
     n_gram = next((r for r in rows if r["drafter"] == "ngram" and r["temperature"] == main["temperature"]), {})
     return {
@@ -48,36 +54,51 @@ def row_of(measured: Pass, identity: Mapping[str, Any] | None) -> dict[str, Any]
     identity = identity or {}
     per_domain = {}
     for domain in sorted(set(measured.domains)):
-        members = [g for g, d in zip(measured.generations, measured.domains, strict=True) if d == domain]
-        per_domain[domain] = {"num_prompts": len(members), **stats_of(members)}
+        members = [index for index, own in enumerate(measured.domains) if own == domain]
+        generations, prompts = [measured.generations[i] for i in members], [measured.prompts[i] for i in members]
+        alone = measured.of_domain(domain)
+        times: dict[str, Any] = dict.fromkeys(TIMES) if alone is None else times_of(alone)
+        per_domain[domain] = {"num_prompts": len(members), **numbers_of(generations, prompts), **times}
     return {
         **measured.about,
         "bonus_counted": True,
         "num_prompts": len(measured.generations),
         "num_tokens": measured.num_tokens,
-        **stats_of(measured.generations),
+        **numbers_of(measured.generations, measured.prompts),
         "outputs_identical_to_vanilla": identity.get("outputs_identical_to_vanilla"),
         "near_tie_divergences": identity.get("near_tie_divergences"),
-        "tokens_per_second": measured.tokens_per_second,
-        "draft_share_of_time": measured.draft_seconds / measured.seconds,
-        "verify_share_of_time": measured.verify_seconds / measured.seconds,
-        **step_times(measured),
-        **evidence(measured.generations, measured.prompts),
-        "altered_share": altered_share(measured.generations),
+        **times_of(measured),
         "per_domain": per_domain,
     }
 
 
-def step_times(measured: Pass) -> dict[str, Any]:
-    """Mean seconds of drafting, verifying and everything else in a round of a batch; median seconds from taking a
+def numbers_of(generations: Sequence[Generation], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """All that does not depend on how fast it went."""
+    return {
+        **stats_of(generations),
+        **evidence(generations, prompts),
+        "altered_share": altered_share(generations),
+    }
+
+
+def times_of(measured: Pass) -> dict[str, Any]:
+    """TIMES. Mean seconds of drafting, verifying and everything else in a round of a batch; median seconds from taking a
     request to its first token."""
     rest = measured.seconds - measured.prompt_seconds - measured.draft_seconds - measured.verify_seconds
-    parts = {"draft": measured.draft_seconds, "verify": measured.verify_seconds, "overhead": rest}
-    found = {
-        f"{name}_step_seconds": value / measured.steps if measured.steps else None for name, value in parts.items()
-    }
     first = [g.first_token_seconds for g in measured.generations]
-    return found | {"first_token_seconds": median(first) if first else None}
+    found = [
+        measured.tokens_per_second,
+        measured.draft_seconds / measured.seconds,
+        measured.verify_seconds / measured.seconds,
+    ]
+    steps = [measured.draft_seconds, measured.verify_seconds, rest]
+    found += [value / measured.steps if measured.steps else None for value in steps]
+    return dict(zip(TIMES, [*found, median(first) if first else None], strict=True))
+
+
+def is_vanilla_of(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    same = all(row[key] == other[key] for key in ("temperature", "task_set"))
+    return same and other["drafter"] == "vanilla"
 
 
 def stats_of(generations: Sequence[Generation]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Acceptance statistics of finished requests, and the record of one pass over a set of prompts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from eval.rounds import DecodeResult, Generation, Round
@@ -60,10 +60,17 @@ class Pass(DecodeResult):
     about: dict[str, Any]
     domains: list[str]
     prompts: list[list[int]]
+    parts: list["Pass"] = field(default_factory=list, compare=False, repr=False)  # of one that was joined
+
+    def of_domain(self, domain: str) -> "Pass | None":
+        """With the times of its own, where no part has prompts of other domains besides."""
+        parts = [part for part in self.parts if domain in part.domains]
+        return joined(parts) if parts and all(set(part.domains) == {domain} for part in parts) else None
 
     def head(self, count: int) -> "Pass":
         """The first `count` prompts only; times stay those of the whole pass."""
-        return replace(self, **{name: getattr(self, name)[:count] for name in ("domains", "prompts", "generations")})
+        lists = {name: getattr(self, name)[:count] for name in ("domains", "prompts", "generations")}
+        return replace(self, **lists, parts=[])
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; a round is a list of its fields."""
@@ -71,7 +78,7 @@ class Pass(DecodeResult):
         for g in self.generations:
             own = {name: value for name, value in vars(g).items() if name not in ("began", "ranked")}
             generations.append({**own, "rounds": [list(vars(r).values()) for r in g.rounds]})
-        return {**vars(self), "generations": generations}
+        return {name: value for name, value in vars(self).items() if name != "parts"} | {"generations": generations}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> "Pass":
@@ -84,7 +91,7 @@ class Pass(DecodeResult):
 
 def joined(parts: Sequence[Pass]) -> Pass:
     """Parts of one pass as a whole; their times are added up."""
-    values: dict[str, Any] = {"about": parts[0].about}
+    values: dict[str, Any] = {"about": parts[0].about, "parts": list(parts)}
     for name in {f.name for f in fields(Pass)} - values.keys():
         of_parts = [getattr(part, name) for part in parts]
         values[name] = [x for part in of_parts for x in part] if isinstance(of_parts[0], list) else sum(of_parts)

@@ -315,10 +315,8 @@ def quantization_name(config: TargetConfig) -> str | None:
     found = quantization_of(config)
     if found is None:
         return None
-    about = [
-        f"{name}={value}" for name, value in found.items() if name != "quant_method" and value not in (None, False)
-    ]
-    return f"quantised by {found.get('quant_method')} ({', '.join(about)})"
+    options = {name: value for name, value in found.items() if name != "quant_method" and value and name[0] != "_"}
+    return f"{found.get('quant_method')} ({', '.join(f'{name}={value}' for name, value in options.items())})"
 
 
 def _quantization_config(options: dict[str, Any]) -> Any:

@@ -14,22 +14,34 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
+from eval.config import EvalConfig
 from eval.decode import DecodeConfig, decode
+from eval.harness import Harness
+from eval.markdown import render
 from eval.rounds import Generation
 from eval.schedule import Schedule, ScheduleName
 from eval.stats import acceptance_stats
+from eval.subject import Subject
+from eval.tasks import Protocol
 from eval.verify import Rule
 from models.base import DraftBatch, Drafter
 from models.block import BlockDrafter
 from models.checkpoint import load_drafter
+from models.config import to_dataclass
 from models.eagle3 import Eagle3
 from models.losses import LossWeights
 from models.published import known_architecture
 from models.sampling import SamplingConfig
 from models.target import Target, TargetConfig, load_spec, load_target
+from tests.test_conf import compose_and_type
 from tests.training_logits import TrainingLogits, training_logits
 
 REPOSITORY = Path(__file__).parents[1]
@@ -287,3 +299,49 @@ def test_confidence_schedule_equals_the_reference(case: str, batch_size: int) ->
     for ours, sample, rounds in zip(generations, recorded["samples"], recorded[THRESHOLD_KEY], strict=True):
         assert ours.tokens == sample["output"]  # the schedule changes the rounds, never the text
         check_rounds(ours, rounds, recorded["max_new_tokens"])
+
+
+# Recorded by the evaluator that protocol=deepspec counts as; another project's runs end at their limit.
+DEEPSPEC_CASES = [name for name in CASES if "DFlashDraftModel" not in (GOLDEN / name / "config.json").read_text()]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_harness_prints_the_references_mean_acceptance_length(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under protocol=deepspec, but for its temperature and length: what was recorded is greedy, and short."""
+    recorded = expected(case)["decode"]
+    config = golden_eval(tmp_path, recorded)
+    if case in DEEPSPEC_CASES:
+        config = replace(config, protocol=Protocol.deepspec)
+    monkeypatch.setattr("eval.harness.under_protocol", lambda config, target: (config, target))
+    drafter = load_case(case)
+    tokenizer = golden_tokenizer()
+    subject = Subject(case, drafter, str(drafter.slot_layout), case)
+    report = Harness(config, target_of(()), TARGET, tokenizer, Accelerator()).run(subject)
+    row = next(row for row in report["rows"] if row["drafter"] == case)
+    assert row["acceptance_length"] == pytest.approx(recorded["mean_acceptance_length"], rel=1e-12)
+    assert row["outputs_identical_to_vanilla"] and f"{recorded['mean_acceptance_length']:.2f}" in render(report)
+    kept = next((tmp_path / "eval" / "passes").glob(f"{case}_main_*"))
+    outputs = [g["tokens"] for file in sorted(kept.iterdir()) for g in json.loads(file.read_text())["generations"]]
+    assert outputs == [sample["output"] for sample in recorded["samples"]]
+
+
+def golden_eval(folder: Path, recorded: dict[str, Any]) -> EvalConfig:
+    """conf/eval.yaml's options for the recorded prompts, which are written as words."""
+    prompts = folder / "recorded.jsonl"
+    lines = [json.dumps({"turns": [" ".join(map(str, sample["prompt"]))]}) for sample in recorded["samples"]]
+    prompts.write_text("\n".join(lines) + "\n")
+    options = [f"tasks=[{prompts}]", f"output_dir={folder}", f"max_new_tokens={recorded['max_new_tokens']}"]
+    options += ["target=custom", "target.path=x", "name=x", "batch_size=5", "baselines=[]", "check_transformers=0"]
+    composed = compose_and_type("eval", options)
+    return to_dataclass(EvalConfig, composed, section="eval")
+
+
+def golden_tokenizer() -> PreTrainedTokenizerFast:
+    """A word for every id of the golden target, and a template that adds nothing."""
+    words = Tokenizer(WordLevel({str(index): index for index in range(97)}))
+    words.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    return tokenizer

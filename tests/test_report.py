@@ -38,6 +38,8 @@ def pass_of(drafter: str, *, accepted: int, seconds: float, temperature: float =
         "num_draft_tokens": num_drafts,
         "slot_layout": "anchor_first" if drafter == "dspark" else None,
         "dtype": "float32",
+        "quantization": None,
+        "lossy_threshold": None,
         "device": "cpu",
         "batch_size": 2,
         "max_new_tokens": 64,

@@ -15,6 +15,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 from data.store import FeatureStore
 from data.tracking import TrackerName, WandbConfig, choose_tracker
 from models.target import TargetConfig
+from tests.test_scripts import Script, prompts_file, script  # noqa: F401 (fixtures)
 
 ROOT = Path(__file__).parents[1]
 BLOCK, HEADER = 32768, 7  # W&B keeps records in a LevelDB log: blocks of fragments under a header of 7 bytes
@@ -158,6 +159,32 @@ def test_rates_by_position_are_plotted(offline_run: Path) -> None:
     tables = {key for row in rows for key in row if key.startswith("by_position/")}
     for name in ("accept_rate", "top1_agreement"):
         assert any(key.startswith(f"by_position/{name}") for key in tables), tables
+
+
+@pytest.mark.slow
+def test_a_report_goes_to_a_run_of_its_own(
+    offline_run: Path, tmp_path: Path, prompts_file: Path, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    options = [f"output_dir={tmp_path}", f"draft={offline_run / 'checkpoints'}", "num_prompts=3", "max_new_tokens=6"]
+    options.append(f"tasks=[{prompts_file}]")
+    for _ in range(2):
+        script("eval", *options, "temperature=[0,1]", "check_transformers=0")
+    rows, records = logged(tmp_path)
+    report = json.loads((tmp_path / "eval" / "report.json").read_text())
+    runs = {record.run.run_id for record in records if record.WhichOneof("record_type") == "run"}
+    assert len(runs) == 1 and runs != {(offline_run / "wandb_run_id").read_text()}, "measured again it is the same run"
+    assert any({"rows._type", "report._type"} <= row.keys() or {"rows", "report"} <= row.keys() for row in rows)
+    summary = {}
+    for record in records:
+        if record.WhichOneof("record_type") == "summary":
+            summary |= {i.key: json.loads(i.value_json) for i in record.summary.update}
+    assert summary["acceptance_length"] == pytest.approx(report["acceptance_length"])
+    (page,) = {path.read_bytes() for path in (tmp_path / "wandb").rglob("*.html")} & {
+        (tmp_path / "eval" / "report.html").read_bytes()
+    }
+    assert b"tokens a round" in page
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,8 @@ def numbers_of(generations: Sequence[Generation], prompts: Sequence[Sequence[int
 
 
 def times_of(measured: Pass) -> dict[str, Any]:
-    """TIMES. Mean seconds of drafting, verifying and everything else in a round of a batch; median seconds from taking a
-    request to its first token."""
+    """TIMES: of steps the mean seconds in a round of a batch, of first tokens the median seconds since the request was
+    taken."""
     rest = measured.seconds - measured.prompt_seconds - measured.draft_seconds - measured.verify_seconds
     first = [g.first_token_seconds for g in measured.generations]
     found = [

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from data.prompts import Prompt, SourcePrompt
 from eval.decode import decode
-from eval.passes import UNIT_BATCHES, Passes
+from eval.passes import UNIT_BATCHES, Passes, units_of
+from eval.report import row_of
 from eval.rounds import DecodeResult, Generation
 from eval.stats import Pass
 from models.dspark import DSpark
@@ -156,3 +158,30 @@ def test_what_is_measured_once_is_measured_by_the_main_process(tmp_path: Path, p
 
     assert passes(tmp_path).once(path, make) == {"x": 1} and passes(tmp_path, rank=1, world=2).once(path, make)
     assert passes(tmp_path).once(path, make) == {"x": 1} and len(made) == 1
+
+
+def of_domains(*names: str) -> list[SourcePrompt]:
+    prompts = [Prompt(f"p-{i}", name, "train", [{"role": "user", "content": "3 4"}]) for i, name in enumerate(names)]
+    return [SourcePrompt(prompt, "here", None, None, is_turns=False) for prompt in prompts]
+
+
+def test_units_hold_one_domain_where_its_prompts_stand_together() -> None:
+    assert units_of(of_domains(*"aaaaabbbc"), 4) == [range(0, 4), range(4, 5), range(5, 8), range(8, 9)]
+    assert units_of(of_domains(*"abababab"), 4) == [range(0, 4), range(4, 8)], "else they would be too small"
+    assert units_of([], 4) == []
+
+
+def test_a_domain_has_its_own_times_where_they_are_known(
+    passes: Callable[..., Passes], decoder: Callable[..., Decoder], tmp_path: Path
+) -> None:
+    measured = passes(tmp_path / "a").run(ABOUT, None, of_domains(*"aaaaabb"), decoder(), "x")
+    parts = {name: measured.of_domain(name) for name in "ab"}
+    assert [len(part.generations) for part in parts.values() if part is not None] == [5, 2]
+    assert sum(part.seconds for part in parts.values() if part is not None) == pytest.approx(measured.seconds)
+    assert sum(part.steps for part in parts.values() if part is not None) == measured.steps
+    row = row_of(replace(measured, about={**ABOUT, "lossless": True}), None)
+    rates = [row["per_domain"][name]["tokens_per_second"] for name in "ab"]
+    assert min(rates) <= row["tokens_per_second"] <= max(rates) and rates[0] != rates[1]
+    mixed = passes(tmp_path / "b").run(ABOUT, None, of_domains(*"ababab"), decoder(), "x")
+    assert mixed.of_domain("a") is None
+    assert row_of(mixed, None)["per_domain"]["a"]["tokens_per_second"] is None

@@ -52,7 +52,8 @@ def render(report: Mapping[str, Any]) -> str:
 
 def precision_of(row: Mapping[str, Any]) -> str:
     """Of the target."""
-    return row["dtype"] + (f", quantised by {row['quantization']}," if row["quantization"] else "")
+    quantization = row.get("quantization")  # earlier reports have none
+    return row["dtype"] + (f", quantised by {quantization}," if quantization else "")
 
 
 def lossy_note(rows: Sequence[Mapping[str, Any]]) -> str:

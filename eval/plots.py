@@ -19,6 +19,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "draftsmith",
+    "text.parse_math": False,  # names may hold dollar signs
     "font.size": 9.5,
     "text.color": INK,
     "axes.labelcolor": INK,

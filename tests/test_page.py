@@ -167,13 +167,13 @@ def test_it_prints(browser: Browser, run: Path, tmp_path: Path) -> None:
 
 def test_what_prompts_and_models_say_is_text_and_not_markup(run: Path) -> None:
     report = read_json(run / "report.json")
-    evil = "<script>alert(1)</script>"
+    evil = "<script>$alert(1)$</script>"
     report["race"]["question"] = report["comparisons"][0]["other"] = evil
     report["missing_tasks"] = [evil]
     report["race"]["lanes"][0]["steps"][0]["tokens"][0][0] = evil
     report["rows"][1]["drafter"] = evil  # in pictures, too
     page = render_page(report)
-    assert evil not in page and page.count("&lt;script&gt;alert(1)") >= 6
+    assert evil not in page and page.count("&lt;script&gt;$alert(1)$") >= 6
 
 
 def test_a_report_of_plain_decoding_alone_is_a_page_too(

@@ -19,15 +19,15 @@ FOUR_BITS: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": Tru
 OPTION = "target.quantization={quant_method: bitsandbytes, load_in_4bit: true, bnb_4bit_quant_type: nf4}"
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_quantised_target_computes_with_its_own_weights(
-    tiny_target: Target, tiny_target_config: TargetConfig, tiny_prompts: list[list[int]]
+    tiny_target: Target, tiny_target_config: TargetConfig, tiny_prompts: list[list[int]], device: str
 ) -> None:
     config = replace(tiny_target_config, quantization=FOUR_BITS)
-    target = load_target(config, torch.device("cpu"))
+    target = load_target(config, torch.device(device))
     assert any(type(module).__name__ == "Linear4bit" for module in target.model.modules())
     prompts = torch.tensor([prompt[:8] for prompt in tiny_prompts if len(prompt) >= 8][:4])
-    outputs = [one.forward_whole(prompts) for one in (tiny_target, target)]
-    features = [output.features for output in outputs]
+    features = [one.forward_whole(prompts.to(one.device)).features.cpu() for one in (tiny_target, target)]
     error = ((features[0] - features[1]).norm() / features[0].norm()).item()
     assert 1e-4 < error < 0.5, "another target, but not a wholly different one"
     assert quantization_name(config) == "bitsandbytes (load_in_4bit=True, bnb_4bit_quant_type=nf4)"

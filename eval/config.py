@@ -106,6 +106,21 @@ def parse_temperatures(value: Any) -> list[float]:
     return [float(number) for number in values]
 
 
+def sampled_temperature(config: EvalConfig) -> float:
+    """That of the lossy sweep: the first that is not greedy, where the lossy rule is the lossless one. Raises
+    ValueError where there is none, and on thresholds that are no probabilities."""
+    found = next((t for t in parse_temperatures(config.temperature) if t > 0), None)
+    if found is None:
+        raise ValueError(
+            f"lossy_sweep={list(config.lossy_sweep)} needs a temperature above 0, at which rules differ, got "
+            f"temperature={config.temperature}"
+        )
+    for threshold in config.lossy_sweep:
+        if not 0 < threshold <= 1:
+            raise ValueError(f"lossy_sweep={list(config.lossy_sweep)}: {threshold} must be in (0, 1]")
+    return found
+
+
 def parse_length(value: Any, subject: Subject) -> int | str:
     """`auto`, null (the drafter's own) or 1 .. the drafter's own. Raises ValueError on anything else."""
     if subject.drafter is None:

@@ -35,7 +35,7 @@ class Finding:
 
 def training_record(folder: Path | None) -> dict[str, Any] | None:
     """Where the training of a drafter in outputs/NAME/checkpoints/step_N ended; None for one from elsewhere."""
-    if folder is None or not (path := folder.resolve().parents[1] / METRICS).is_file():
+    if folder is None or not (path := folder.resolve().parent.parent / METRICS).is_file():
         return None
     lines = read_lines(path, repair=False)
     steps = [line for line in lines if "teacher_forced_acceptance_length" in line][-LAST_LINES:]

@@ -17,7 +17,7 @@ from data.generate import read_sources
 from data.prompts import SourcePrompt
 from eval.autotune import LengthChoice, choose_num_draft_tokens
 from eval.calibrate import assess, calibration_file, load_scaling, recorded
-from eval.config import EvalConfig, parse_length, under_protocol
+from eval.config import EvalConfig, parse_length, sampled_temperature, under_protocol
 from eval.costs import LOADS, CostTable, measure_costs
 from eval.decode import decode
 from eval.diagnosis import diagnose, training_record
@@ -70,6 +70,8 @@ class Harness:
         accelerator: Accelerator,
     ) -> None:
         self.config, self.target_config = config, target_config = under_protocol(config, target_config)
+        if config.lossy_sweep:
+            sampled_temperature(config)  # refused before any work is done
         self.target, self.tokenizer = target, tokenizer
         self.rounding = None if config.feature_dtype is None else find_codec(config.feature_dtype, "feature_dtype")
         self.folder = Path(config.output_dir) / "eval"
@@ -82,10 +84,9 @@ class Harness:
             EXTRA: self._load(config.extra_tasks, config.num_extra_prompts),
         }
         if config.race is not None:
-            if not 0 <= config.race < len(self.prompts[MAIN]):
-                raise ValueError(
-                    f"race={config.race} must be null or 0..{len(self.prompts[MAIN]) - 1}, a measured prompt"
-                )
+            last = len(self.prompts[MAIN]) - 1
+            if not 0 <= config.race <= last:
+                raise ValueError(f"race={config.race} must be null or a measured prompt, 0..{last}")
             self.prompts[RACE] = [self.prompts[MAIN][config.race]]
         self.prompts[CALIBRATING] = self._calibration_prompts()
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.autotune import LengthChoice
-from eval.config import EvalConfig, parse_length, parse_temperatures
+from eval.config import EvalConfig, parse_length, parse_temperatures, sampled_temperature
 from eval.decode import DecodeConfig
 from eval.schedule import FIXED, Schedule
 from eval.subject import VANILLA, Subject, ngram
@@ -116,8 +116,9 @@ def main_plans(
             yield PassPlan(subject, temperature, choice.num_draft_tokens, schedule, config.rule, MAIN)
     if subject.drafter is not None:
         for threshold in config.lossy_sweep:
-            sampled = sampled_temperature(config)
-            yield PassPlan(subject, sampled, length, schedule, Rule.lossy_threshold, MAIN, threshold)
+            yield PassPlan(
+                subject, sampled_temperature(config), length, schedule, Rule.lossy_threshold, MAIN, threshold
+            )
     for other in compared:
         for temperature in temperatures:
             yield PassPlan(other, temperature, length_of(config, other), schedule_of(other), config.rule, MAIN)
@@ -140,17 +141,6 @@ def length_of(config: EvalConfig, subject: Subject) -> int:
         length = parse_length(None, subject)
     assert isinstance(length, int)
     return length
-
-
-def sampled_temperature(config: EvalConfig) -> float:
-    """The first that is not greedy: the lossy rule is the lossless one at 0. Raises ValueError where there is none."""
-    found = next((t for t in parse_temperatures(config.temperature) if t > 0), None)
-    if found is None:
-        raise ValueError(
-            f"lossy_sweep={list(config.lossy_sweep)} needs a temperature above 0, at which rules differ, got "
-            f"temperature={config.temperature}"
-        )
-    return found
 
 
 def same_question(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -359,6 +359,22 @@ def test_a_missing_target_folder_is_named(fails: Callable[..., str], tmp_path: P
     assert "target.path" in error and "nowhere" in error
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["lossy_sweep=[0.3]", "temperature=0"], "lossy_sweep=[0.3] needs a temperature above 0"),
+        (["lossy_sweep=[0.3,2]", "temperature=1"], "lossy_sweep=[0.3, 2.0]: 2.0 must be in (0, 1]"),
+        (["race=2"], "race=2 must be null or a measured prompt, 0..1"),
+    ],
+)
+def test_sweeps_and_races_that_cannot_be_are_refused(
+    fails: Callable[..., str], prompts_file: Path, tmp_path: Path, options: list[str], said: str
+) -> None:
+    common = [f"output_dir={tmp_path}", f"tasks=[{prompts_file}]", "num_prompts=2", "draft=ngram"]
+    assert said in fails("eval", *common, *options)
+    assert not (tmp_path / "eval" / "passes").exists()
+
+
 def test_a_length_that_the_drafter_was_not_trained_for_is_refused(
     fails: Callable[..., str], finished_run: Path, prompts_file: Path
 ) -> None:

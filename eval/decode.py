@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -273,15 +272,14 @@ class _Batch:
         self.last = verdict.next_token
         self._commit(kept, counts, proposal, evidence)
 
-    def _evidence(self, proposal: Proposal, target_probs: Tensor) -> list[list[tuple[float, ...]]]:
-        """Of every row and slot of a chain, where that is recorded: `Round.overlap`, and of a lossy rule
-        `Round.altered`."""
+    def _evidence(self, proposal: Proposal, target_probs: Tensor) -> Tensor | None:
+        """[B, 1 or 2, K] of a chain, where that is recorded: `Round.overlap`, and of a lossy rule `Round.altered`."""
         if not self.config.diagnose or proposal.parents is not None:
-            return []
+            return None
         measures = [overlap_of(proposal, target_probs)]
         if not self.config.rule.is_lossless:
             measures.append(altered_of(proposal, target_probs, self.config.lossy_threshold))
-        return torch.stack(measures, dim=1).tolist()
+        return torch.stack(measures, dim=1)
 
     def _propose(self) -> Proposal:
         run, ids = self.run, [generation.request_id for generation in self.rows if generation is not None]
@@ -303,12 +301,12 @@ class _Batch:
         return proposal
 
     def _commit(
-        self, tokens: Tensor, counts: Tensor, proposal: Proposal | None = None, evidence: Sequence[Any] = ()
+        self, tokens: Tensor, counts: Tensor, proposal: Proposal | None = None, evidence: Tensor | None = None
     ) -> None:
         """Append each row's new tokens, of a round's `proposal`, and finish rows at their ends and limits."""
         if self.sampler.seen is not None:
             self.sampler.seen.add(tokens, counts)
-        confidences = None
+        confidences, measured = None, [] if evidence is None else evidence.tolist()
         if proposal is not None:
             proposed = proposal.lengths
             if proposal.parents is not None:
@@ -326,9 +324,9 @@ class _Batch:
                 sure = () if confidences is None else tuple(confidences[row])
                 stopped = end is not None and end < accepted  # what follows was neither proposed nor accepted
                 counted = (end + 1, end + 1) if stopped else (proposed[row], accepted)  # type: ignore[operator]
-                close = [tuple(values[: counted[0]]) for values in (evidence[row] if evidence else ())]
-                measures = dict(zip(("overlap", "altered"), close, strict=False))
-                generation.rounds.append(Round(*counted, bonus=not stopped, confidence=sure, **measures))
+                close = [tuple(values[: counted[0]]) for values in (measured[row] if measured else ())]
+                about = dict(zip(("overlap", "altered"), close, strict=False))
+                generation.rounds.append(Round(*counted, bonus=not stopped, confidence=sure, **about))
                 generation.round_end_seconds.append(now - generation.began)
                 if proposal.ranked is not None and proposal.parents is None:
                     slots = proposal.ranked[row, : counted[0]].tolist()

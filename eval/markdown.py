@@ -66,12 +66,17 @@ def setting_of(row: Mapping[str, Any]) -> str:
     return f"{row['drafter']} T={row['temperature']:g} K={row['num_draft_tokens']}{lossy}"
 
 
+def speed_of(row: Mapping[str, Any]) -> float | None:
+    """Of plain decoding's in the same run."""
+    vanilla = row["vanilla_tokens_per_second"]
+    return row["tokens_per_second"] / vanilla if vanilla else None
+
+
 def speed_remark(row: Mapping[str, Any]) -> str | None:
     """Says plainly where speculation is slower than plain decoding, and why."""
-    vanilla = row["vanilla_tokens_per_second"]
-    if row["drafter"] == "vanilla" or vanilla is None or row["acceptance_length"] is None:
+    ratio = speed_of(row)
+    if row["drafter"] == "vanilla" or ratio is None or row["acceptance_length"] is None:
         return None
-    ratio = row["tokens_per_second"] / vanilla
     verdict = "faster" if ratio >= 1 else "SLOWER"
     why = (
         f"{row['acceptance_length']:.2f} tokens a round; drafting takes {row['draft_share_of_time']:.0%} of the time "
@@ -156,7 +161,7 @@ def _length_lines(choice: Mapping[str, Any] | None, rows: Sequence[Mapping[str, 
         None,
     )
     if chosen and measured is not None:
-        ratio = measured["tokens_per_second"] / measured["vanilla_tokens_per_second"]
+        ratio = speed_of(measured)
         lines.append(
             f"At K={chosen} the simple formula, (T_draft + T_verify) / tau seconds a token, predicts "
             f"{best / plain:.2f}x vanilla ({best:.1f} tokens/s with every row busy); measured {ratio:.2f}x "
@@ -217,10 +222,10 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     head += ["tokens/s", "vs vanilla", "identical"]
     lines = [head, ["---"] * len(head)]
     for row in rows:
-        vanilla = row["vanilla_tokens_per_second"]
+        ratio = speed_of(row)
         lines.append(
             [
-                row["drafter"],
+                row["drafter"] + ("" if row["lossless"] else f" (LOSSY {row['lossy_threshold']:g})"),
                 f"{row['temperature']:g}",
                 str(row["num_draft_tokens"]),
                 row["slot_layout"] or "-",
@@ -229,7 +234,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
                 number(row["acceptance_length_per_request"]),
                 number(row["acceptance_rate"]),
                 f"{row['tokens_per_second']:.0f}",
-                f"{row['tokens_per_second'] / vanilla:.2f}x" if vanilla else "-",
+                "-" if ratio is None else f"{ratio:.2f}x",
                 {True: "yes", False: "NO", None: "-"}[row["outputs_identical_to_vanilla"]],
             ]
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -109,35 +110,39 @@ def stats_of(generations: Sequence[Generation]) -> dict[str, Any]:
 
 
 def comparisons(passes: Sequence[Pass]) -> list[dict[str, Any]]:
-    """The first drafter, as it was measured first at each temperature, against every other one that ran on the same
-    prompts at that temperature: the difference of their acceptance lengths, and whether it is real."""
+    """Every pair of drafters, as each was measured first at a temperature, on the same prompts: the difference of their
+    acceptance lengths, and whether it is real. n-gram lookup comes last in a pair."""
     main = [p for p in passes if p.about["task_set"] == "main" and p.about["lossless"]]
-    main = [p for p in main if p.about["drafter"] != "vanilla"]
-    first = next((p.about["drafter"] for p in main if p.about["drafter"] != "ngram"), None)
     found = []
-    own = {p.about["temperature"]: p for p in reversed(main) if p.about["drafter"] == first}
-    for ours in reversed(own.values()):
-        for theirs in main:
-            same = all(ours.about[key] == theirs.about[key] for key in ("temperature", "max_new_tokens"))
-            if not same or theirs.about["drafter"] == first or len(ours.generations) != len(theirs.generations):
-                continue
-            lengths = [acceptance_stats(p.generations).acceptance_length for p in (ours, theirs)]
-            interval = difference_interval(ours.generations, theirs.generations)
-            if None in lengths or interval is None:
-                continue
-            found.append(
-                {
-                    "drafter": first,
-                    "other": theirs.about["drafter"],
-                    "temperature": ours.about["temperature"],
-                    "num_draft_tokens": [p.about["num_draft_tokens"] for p in (ours, theirs)],
-                    "acceptance_lengths": lengths,
-                    "difference": lengths[0] - lengths[1],  # type: ignore[operator]
-                    "interval": list(interval),
-                    "is_real": interval.low > 0 or interval.high < 0,
-                }
-            )
+    for temperature in dict.fromkeys(p.about["temperature"] for p in main):
+        own = [p for p in main if p.about["temperature"] == temperature and p.about["drafter"] != "vanilla"]
+        first = list({p.about["drafter"]: p for p in reversed(own)}.values())[::-1]
+        for ours, theirs in combinations(sorted(first, key=lambda p: p.about["drafter"] == "ngram"), 2):
+            if (one := _comparison(ours, theirs)) is not None:
+                found.append(one)
     return found
+
+
+def _comparison(ours: Pass, theirs: Pass) -> dict[str, Any] | None:
+    """None where they ran on other prompts, or nothing can be said."""
+    if ours.about["max_new_tokens"] != theirs.about["max_new_tokens"] or len(ours.generations) != len(
+        theirs.generations
+    ):
+        return None
+    interval = difference_interval(ours.generations, theirs.generations)
+    lengths = [acceptance_stats(p.generations).acceptance_length for p in (ours, theirs)]
+    if interval is None or None in lengths:
+        return None
+    return {
+        "drafter": ours.about["drafter"],
+        "other": theirs.about["drafter"],
+        "temperature": ours.about["temperature"],
+        "num_draft_tokens": [p.about["num_draft_tokens"] for p in (ours, theirs)],
+        "acceptance_lengths": lengths,
+        "difference": lengths[0] - lengths[1],  # type: ignore[operator]
+        "interval": list(interval),
+        "is_real": interval.low > 0 or interval.high < 0,
+    }
 
 
 def write_summary(output_dir: Path, stages: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from models.target import Target
 from tests.test_decode import config_of
 
 BROKEN = "The drafter does not get what it was trained on"
+BEATEN = "Looking up the prompt does better"
 BY_HEART = "It does not carry over to these prompts"
 CHOICE = "It knows the right token but drafts another"
 KNOWLEDGE = "It does not know the right token"
@@ -60,16 +61,14 @@ def healthy(target: Target, tiny_dspark: DSpark, tiny_prompts: list[list[int]]) 
     return measured_row(target, tiny_dspark, tiny_prompts)
 
 
-def test_a_drafter_fed_with_other_layers_is_called_broken(
+def test_a_drafter_that_is_fed_wrong_features_is_called_broken(
     tiny_target: Target, target: Target, tiny_dspark: DSpark, tiny_prompts: list[list[int]], healthy: dict[str, Any]
 ) -> None:
-    n_gram = measured_row(target, NgramDrafter(4), tiny_prompts)
-    record = trained(healthy["acceptance_length"] + 0.2)
+    record = trained(1 + 1.8 * (healthy["acceptance_length"] - 1))  # on its training answers
     assert BROKEN not in causes(diagnose(healthy, record, {}))
-    wrong = tiny_target.capturing((2, 1, 0))  # the layers that it knows, in another order
-    wrong.round_features = lambda features: features.flip(-1)
+    wrong = tiny_target.capturing(tiny_dspark.target_layer_ids, lambda features: features.flip(-1))
     row = measured_row(wrong, tiny_dspark, tiny_prompts)
-    found = diagnose(row, record, n_gram)
+    found = diagnose(row, record, {})
     assert causes(found)[0] == BROKEN and f"{row['acceptance_length']:.2f}" in found[0].evidence
     assert "target_layer_ids" in found[0].advice and "slot_layout" in found[0].advice
     assert BROKEN in causes(diagnose(row, trained(record["greedy_acceptance_length"], probe=3.0), {}))
@@ -80,6 +79,22 @@ def test_one_that_was_as_weak_when_it_was_probed_in_training_was_not_broken_sinc
     assert BROKEN in causes(diagnose(weak, trained(3.0), {}))
     found = causes(diagnose(weak, trained(3.0, probe=1.25), {}))
     assert BROKEN not in found and BY_HEART in found
+
+
+def test_of_a_drafter_from_elsewhere_its_first_drafts_list_says_whether_it_is_broken(healthy: dict[str, Any]) -> None:
+    assert BROKEN not in causes(diagnose(healthy, None, {}))
+    assert BROKEN in causes(diagnose(healthy | {"recall_at_16": [0.1, 0.9]}, None, {}))
+    assert BROKEN not in causes(diagnose(healthy | {"recall_at_16": []}, None, {})), "nothing was recorded"
+
+
+def test_a_lookup_that_does_better_is_named(
+    target: Target, tiny_prompts: list[list[int]], healthy: dict[str, Any]
+) -> None:
+    n_gram = measured_row(target, NgramDrafter(4), tiny_prompts)
+    assert n_gram["acceptance_length"] < healthy["acceptance_length"]
+    assert BEATEN not in causes(diagnose(healthy, None, n_gram))
+    (finding,) = [one for one in diagnose(healthy | {"acceptance_length": 1.0}, None, n_gram) if one.cause == BEATEN]
+    assert finding.at_stake == pytest.approx(n_gram["acceptance_length"] - 1)
 
 
 def test_a_gap_to_the_training_answers_is_learning_by_heart(healthy: dict[str, Any]) -> None:

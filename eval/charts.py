@@ -58,7 +58,7 @@ def conditional(rows: Sequence[Row]) -> list[Chart]:
             lowest=0,
             series=_colours(same, rows),
         )
-        found.append(Chart(svg, "Accepted, of the rounds in which all drafts before it were."))
+        found.append(Chart(svg, "Of the rounds that drafted it, and in which all drafts before it were accepted."))
     return found
 
 
@@ -114,7 +114,7 @@ def rejections(rows: Sequence[Row]) -> Chart | None:
     if not bars:
         return None
     svg = stacked_chart("rejections", "drafts a round", bars)
-    return Chart(svg, "What came of drafts: accepted, or rejected for a token on the drafter's list, or for another.")
+    return Chart(svg, "What came of the drafts that were decided; those behind a rejected one are not.")
 
 
 def recall(rows: Sequence[Row]) -> Chart | None:
@@ -191,8 +191,8 @@ def load(simulation: Mapping[str, Any] | None) -> Chart | None:
     }
     svg = line_chart("load", ("requests at a time", loads), panels, doubling=True)
     caption = (
-        "Simulated load: costs measured here, this run's rounds replayed. Schedules that weigh costs verify less as "
-        "load grows; with the gate they stop drafting where that does not pay."
+        "Simulated load: costs measured here (once, to some percent), this run's rounds replayed. With the gate a "
+        "schedule stops drafting where that does not pay. Lines that agree hide each other."
     )
     return Chart(svg, caption, is_wide=True)
 

@@ -26,12 +26,13 @@ FEWEST_ROUNDS = 50
 
 @dataclass(frozen=True)
 class Finding:
-    """`at_stake`: tokens a round that this costs at most, None where that is not known."""
+    """`at_stake`: tokens a round that something measured has more, None where there is nothing to compare with."""
 
     cause: str
     evidence: str
     advice: str
     at_stake: float | None = None
+    is_fault: bool = False  # something is broken, before all else
 
 
 def training_record(folder: Path | None) -> dict[str, Any] | None:
@@ -61,13 +62,14 @@ def _expected(line: Mapping[str, float], rate: str) -> float:
 
 
 def diagnose(row: Mapping[str, Any], training: Mapping[str, Any] | None, n_gram: Mapping[str, Any]) -> list[Finding]:
-    """Findings on a drafter's report row, what costs most first."""
+    """Findings on a drafter's report row: faults, then what costs most. `n_gram`: the row of n-gram lookup where it
+    really is better or worse, {} where that may be chance."""
     if row["acceptance_length"] is None or not row["proposed"]:
         return []
     checks = (_broken(row, training), _beaten(row, n_gram), _by_heart(row, training))
     checks = (*checks, *_split(row), *_uneven(row), _short(row))
     found = [one for one in checks if one is not None]
-    return sorted(found, key=lambda one: -(one.at_stake if one.at_stake is not None else 1e9))
+    return sorted(found, key=lambda one: (not one.is_fault, -(one.at_stake or 0.0)))
 
 
 def _trained(row: Mapping[str, Any], training: Mapping[str, Any]) -> float:
@@ -93,6 +95,7 @@ def _broken(row: Mapping[str, Any], training: Mapping[str, Any] | None) -> Findi
         seen,
         "Compare with its training: target_layer_ids, slot_layout, the target's weights and dtype (target.dtype, a "
         "quantised target), chat template and target.thinking. Then python extract.py verify=true on its store.",
+        is_fault=True,
     )
 
 
@@ -119,8 +122,8 @@ def _by_heart(row: Mapping[str, Any], training: Mapping[str, Any] | None) -> Fin
         return None
     return Finding(
         "It does not carry over to these prompts",
-        f"on its training answers {1 + there:.2f} tokens a round (teacher-forced, at the end of training), here "
-        f"{1 + here:.2f}",
+        f"at the end of training {1 + there:.2f} tokens a round on its own answers (each place judged behind the true "
+        f"text), here {1 + here:.2f}",
         "More answers, and answers to prompts like these (generate.py prompts=..., weights=...), before more steps: a "
         "drafter learns a small set by heart.",
         there - here,
@@ -135,23 +138,22 @@ def _split(row: Mapping[str, Any]) -> list[Finding | None]:
     listed, missed = rejections["in_top_16"], rejections["not_in_top_16"]
     if not listed + missed:
         return []
-    length, whole = row["acceptance_length"], row["num_draft_tokens"] + 1
+    length = row["acceptance_length"]
     choice = Finding(
         "It knows the right token but drafts another",
-        f"{listed / (listed + missed):.0%} of the rejected drafts stood before a token that is among its likeliest 16; "
-        f"always the right one of those would give {oracle:.2f} tokens a round",
-        "A stronger head over the draft before (DSpark: model.markov_rank, model.markov_head=gated or rnn; DFlash has "
-        "none), drafts that are fed back (EAGLE-3), or several candidates at once (tree.num_nodes, EAGLE-3)."
+        f"in {listed / (listed + missed):.0%} of the rejections the right token was among its likeliest 16; if that "
+        f"were always drafted, there would be {oracle:.2f} tokens a round or more",
+        "What its kind allows: a stronger head over the draft before (DSpark: model.markov_rank, "
+        "model.markov_head=gated or rnn), several candidates at once (EAGLE-3: tree.num_nodes), or another kind of "
+        "drafter."
         + (" At this temperature a part of it is the target's own chance." if row["temperature"] > 0 else ""),
         max(oracle - length, 0.0),
     )
     knowledge = Finding(
         "It does not know the right token",
-        f"{missed / (listed + missed):.0%} of the rejected drafts stood before a token that is not among its likeliest "
-        f"16; a block has {whole} tokens with the bonus, the likeliest 16 reach {oracle:.2f} of them",
-        "More training data and steps, more layers (model.num_layers), features of more target layers "
-        "(target.layer_ids); then a look at draft_vocab_size, where it has one.",
-        max(whole - oracle, 0.0),
+        f"in {missed / (listed + missed):.0%} of the rejections the right token was not among its likeliest 16",
+        "More training data, then more steps; then more layers (model.num_layers) and features of more target layers "
+        "(target.layer_ids). Where it has a reduced vocabulary, model.draft_vocab_size.",
     )
     return [choice if listed else None, knowledge if missed else None]
 

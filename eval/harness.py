@@ -111,6 +111,7 @@ class Harness:
         identities, agreements = self._against_vanilla(passes)
         report: dict[str, Any] = build_report(passes, identities, choice) | {"losslessness": agreements}
         report["missing_tasks"] = self.missing_tasks
+        report["machine"] = {"threads": torch.get_num_threads(), "torch": torch.__version__, "seed": self.config.seed}
         report["lossy_sweep"] = lossy_sweep(report["rows"])
         report["findings"] = self._findings(report, [subject, *compared])
         report["race"] = self._race(plans)
@@ -131,11 +132,18 @@ class Harness:
         found = []
         for subject in subjects:
             row = next(row for row in report["rows"] if row["drafter"] == subject.name)
-            if subject.folder is not None:
+            if subject.folder is not None and isinstance(subject.drafter, torch.nn.Module):
                 training = training_record(subject.folder)
-                findings = [asdict(one) for one in diagnose(row, training, report["n_gram"])]
-                found.append({"name": setting_of(row), "training": training, "findings": findings})
+                findings = [asdict(one) for one in diagnose(row, training, self._certain_n_gram(report, row))]
+                about = {"name": setting_of(row), "parameters": sum(p.numel() for p in subject.drafter.parameters())}
+                found.append(about | {"training": training, "findings": findings})
         return found
+
+    @staticmethod
+    def _certain_n_gram(report: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+        """The row of n-gram lookup, where its difference to a drafter's is no chance."""
+        pairs = [(one["drafter"], one["other"], one["temperature"]) for one in report["comparisons"] if one["is_real"]]
+        return report["n_gram"] if (row["drafter"], "ngram", row["temperature"]) in pairs else {}
 
     def _race(self, plans: Sequence[PassPlan]) -> dict[str, Any] | None:
         if self.config.race is None:
@@ -237,7 +245,8 @@ class Harness:
             num_rounds=asked.num_rounds,
         )
         rows = {name: [vars(load) for load in loads] for name, loads in found.items()}
-        return {"temperature": measured.about["temperature"], "costs": asdict(costs), "schedules": rows}
+        about = {"drafter": subject.name, "temperature": measured.about["temperature"]}
+        return about | {"costs": asdict(costs), "schedules": rows}
 
     def _load(self, names: Sequence[str], num_prompts: int | None) -> list[SourcePrompt]:
         if not names:

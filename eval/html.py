@@ -82,6 +82,7 @@ def render_page(report: Mapping[str, Any]) -> str:
         loads=tables.loads(report.get("simulation")),
         calibration=tables.thresholds(report["confidence_sweep"]),
         facts=facts(report, rows),
+        confidence_words=confidence_words(report["calibration"]),
     )
 
 
@@ -176,12 +177,11 @@ def headline(report: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
         f"{between(best['acceptance_length_interval'])}, "
         f"{_temperature(best['temperature'])}, K={best['num_draft_tokens']}."
     ]
-    trained = [subject["name"] for subject in report["findings"]]
-    learnt = [row for row in charts.drafting(rows) if setting_of(row) in trained]
-    if learnt and setting_of(best) not in trained:
-        found.append(
-            f"Best of those that are trained: {setting_of(max(learnt, key=lambda row: row['acceptance_length']))}."
-        )
+    subjects = {subject["name"]: subject["findings"] for subject in report["findings"]}
+    learnt = [row for row in charts.drafting(rows) if setting_of(row) in subjects]
+    trained = max(learnt, key=lambda row: row["acceptance_length"], default=best)
+    if trained is not best:
+        found.append(f"Best of those that are trained: {setting_of(trained)}, {trained['acceptance_length']:.2f}.")
     same = [one for one in report["comparisons"] if one["temperature"] == best["temperature"]]
     found += [comparison_line(one).removeprefix("- ") for one in same]
     quick = [row for row in charts.drafting(rows) if row["lossless"] and speed_of(row) is not None]
@@ -191,21 +191,53 @@ def headline(report: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
         found.append(
             f"Fastest at {batch}: {setting_of(fastest)}, {speed_of(fastest):.2f} times plain decoding."
             if (speed_of(fastest) or 0.0) > 1
-            else f"At {batch} nothing is faster than plain decoding; see the race for one request alone."
+            else f"At {batch} none of the measured settings is faster than plain decoding."
         )
-    for subject in report["findings"][:1]:
-        if subject["findings"]:
-            first = subject["findings"][0]
-            found.append(f"Next for {subject['name']}: {first['cause'].lower()}. {first['advice']}")
+    if report.get("simulation"):
+        found.append(worth_drafting(report["simulation"]))
+    for finding in subjects.get(setting_of(trained), [])[:1]:
+        found.append(f"Next for {trained['drafter']}: {finding['cause'].lower()}. {finding['advice']}")
     return found
+
+
+def worth_drafting(simulation: Mapping[str, Any]) -> str:
+    """At which simulated loads a fixed number of drafts is faster than none."""
+    schedules = simulation["schedules"]
+    fixed = {name: rows for name, rows in schedules.items() if name.startswith("fixed")}
+    gains = []
+    for index, plain in enumerate(schedules["vanilla"]):
+        name, rows = max(fixed.items(), key=lambda one: one[1][index]["tokens_per_second"])
+        ratio = rows[index]["tokens_per_second"] / plain["tokens_per_second"]
+        if ratio > 1:
+            gains.append(f"{plain['num_requests']} ({ratio:.2f} times, K={name.removeprefix('fixed ')})")
+    who = f"{simulation['drafter']} ({_temperature(simulation['temperature'])})"
+    if not gains:
+        return f"By the load simulation of {who} plain decoding is fastest at every load."
+    return f"By the load simulation of {who}, drafting beats plain decoding at loads of {', '.join(gains)} requests."
+
+
+def confidence_words(calibration: Mapping[str, Any] | None) -> str:
+    if not calibration:
+        return ""
+    before, after = calibration["before"], calibration["after"]
+    said = f"{calibration['rounds']} measured rounds at {_temperature(calibration['temperature'])}. "
+    said += f"Mean error over all drafts (ECE): {before['mean_ece']:.1%} as the head says it"
+    if after is not None:
+        said += f", {after['mean_ece']:.1%} with the scaling that was fitted on other prompts (after)"
+    aucs = ["-" if value is None else f"{value:.2f}" for value in (after or before)["auc"]]
+    return said + (
+        f". How well it tells blocks that survive from those that do not (AUC, 0.5 = not at all, 1 = always), draft by "
+        f"draft: {', '.join(aucs)}."
+    )
 
 
 def lossless_words(rows: Sequence[Row]) -> str:
     lossy_rows = [row for row in rows if not row["lossless"]]
     how = (
-        " Greedy outputs are compared token by token with plain decoding's, sampled ones by two tests, of the first "
-        "token that came out of a verification and of the length (p-values; - where too few to say). Of some dozen of "
-        "them one under 0.001 would be a fault."
+        " Greedy outputs are compared token by token with plain decoding's. Sampled ones can only be compared by tests "
+        "(the first token that came out of a verification; the length), which on few prompts find gross faults alone: "
+        "p under 0.001 would be one, a high p proves nothing. That a rule is lossless is shown by the project's own "
+        "tests; what a lossy one alters is computed below."
     )
     return (LOSSLESS if not lossy_rows else lossy_note(lossy_rows)).strip() + how
 
@@ -227,13 +259,23 @@ def lanes(race: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 def facts(report: Mapping[str, Any], rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
     row = rows[0]
     yield "target", f"{row['target']}, {precision_of(row)}".rstrip(",")
-    yield "device", f"{row['device']}, at most {row['batch_size']} requests at a time"
+    machine = report["machine"]
+    threads = f", {machine['threads']} threads" if row["device"] == "cpu" else ""
+    yield (
+        "device",
+        f"{row['device']}{threads}, at most {row['batch_size']} requests at a time, torch {machine['torch']}",
+    )
+    yield "seed", str(machine["seed"])
     yield "prompts", ", ".join(f"{name} {part['num_prompts']}" for name, part in row["per_domain"].items())
     yield "new tokens", f"at most {row['max_new_tokens']} a prompt"
     for name, layout, length in dict.fromkeys(
         (one["drafter"], one["slot_layout"], one["num_draft_tokens"]) for one in charts.drafting(rows)
     ):
         yield f"drafter {name}", f"at most {length} drafts a round" + (f", slots {layout}" if layout else "")
+    for subject in report["findings"]:
+        end = subject["training"]
+        trained = "" if end is None else f", trained for {end['step']} steps"
+        yield subject["name"], f"{subject['parameters'] / 1e6:.1f} million parameters{trained}"
     yield "rules", ", ".join(dict.fromkeys(str(one["rule"]) for one in rows if one["drafter"] != "vanilla")) or "–"
     yield "schedules", ", ".join(dict.fromkeys(one["schedule"] for one in rows))
     yield "drafter's features", f"{row['feature_dtype']}"

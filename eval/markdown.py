@@ -80,7 +80,8 @@ def speed_remark(row: Mapping[str, Any]) -> str | None:
     verdict = "faster" if ratio >= 1 else "SLOWER"
     why = (
         f"{row['acceptance_length']:.2f} tokens a round; drafting takes {row['draft_share_of_time']:.0%} of the time "
-        f"and verifying {row['num_draft_tokens'] + 1} tokens a row {row['verify_share_of_time']:.0%}"
+        f"and verifying at most {row['num_draft_tokens'] + 1} tokens a row {row['verify_share_of_time']:.0%}, the rest "
+        "is the prompts' own forward and the loop's"
     )
     if ratio < 1:
         why += "; on this device a verification costs more for every token it checks, so few drafts pay"

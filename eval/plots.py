@@ -14,6 +14,7 @@ from matplotlib.ticker import PercentFormatter, ScalarFormatter
 
 INK, MUTED, GRID = "#020202", "#6b6b6e", "#dededf"
 SERIES = ("#2463eb", "#d97705", "#04966a", "#be185c", "#7c3aec", "#0790b2")
+PARTS = SERIES[3:]  # of a whole, in other colours than drafters
 MARKERS = ("o", "s", "^", "D", "v", "P")
 # Text stays text, and equal input gives equal bytes.
 STYLE: Any = {
@@ -41,7 +42,7 @@ STYLE: Any = {
     "legend.frameon": False,
     "legend.fontsize": 8.5,
 }
-WIDTH, HEIGHT = 5.4, 3.0  # inches; a page scales them to its columns
+WIDTH, HEIGHT = 4.8, 2.8  # inches; a page scales them to its columns
 IDS = re.compile(r'( id="|href="#|url\(#)')
 
 
@@ -114,19 +115,20 @@ class Bar(NamedTuple):
 
 def interval_chart(name: str, label: str, bars: Sequence[Bar], *, zero: bool = False) -> str:
     """A mark for each value, one below the other, with a line at `zero`."""
-    with picture(name, height=0.75 + 0.3 * len(bars)) as found:
+    with picture(name, height=0.8 + 0.36 * len(bars)) as found:
         axis = found.panels[0]
         for place, (_, value, interval, series) in enumerate(bars):
             (low, high), color = interval or (value, value), SERIES[series % len(SERIES)]
             axis.plot((low, high), (place, place), color=color, linewidth=2.4, alpha=0.5, marker="")
             axis.plot(value, place, color=color, marker=MARKERS[series % len(MARKERS)], markersize=6, linestyle="")
-            axis.annotate(f"{value:.2f}", (high, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
+            above: Any = {"textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": 8.5}
+            axis.annotate(f"{value:.2f}", (value, place), (0, 4), **above)
         if zero:
             axis.axvline(0, color=MUTED, linewidth=1)
         axis.set_yticks(range(len(bars)), [bar.name for bar in bars])
-        axis.set(xlabel=label, ylim=(len(bars) - 0.5, -0.5))
+        axis.set(xlabel=label, ylim=(len(bars) - 0.5, -0.8))
         axis.grid(axis="y", visible=False)
-        axis.margins(x=0.12)
+        axis.margins(x=0.08)
     return found.svg
 
 
@@ -151,7 +153,7 @@ def line_chart(
     names = list(dict.fromkeys(line for lines in panels.values() for line in lines))
     numbers = {line: (series or {}).get(line, index) % len(SERIES) for index, line in enumerate(names)}
     dashed = {line for i, line in enumerate(names) if numbers[line] in [numbers[other] for other in names[:i]]}
-    with picture(name, panels=len(panels), width=WIDTH if len(panels) == 1 else 8.2) as found:
+    with picture(name, panels=len(panels), width=WIDTH if len(panels) == 1 else 7.6) as found:
         for axis, (title, lines) in zip(found.panels, panels.items(), strict=True):
             for line, values in lines.items():
                 style: Any = {"color": SERIES[numbers[line]], "marker": MARKERS[numbers[line]]}
@@ -180,7 +182,7 @@ def stacked_chart(name: str, label: str, bars: Mapping[str, Mapping[str, float]]
         for index, part in enumerate(parts):
             ends = [sum(values.get(p, 0.0) for p in parts[:index]) for values in bars.values()]
             widths = [values.get(part, 0.0) for values in bars.values()]
-            axis.barh(range(len(bars)), widths, left=ends, height=0.62, color=SERIES[index % len(SERIES)], label=part)
+            axis.barh(range(len(bars)), widths, left=ends, height=0.62, color=PARTS[index % len(PARTS)], label=part)
         axis.set_yticks(range(len(bars)), list(bars))
         axis.set(xlabel=label, ylim=(len(bars) - 0.5, -0.5))
         axis.grid(axis="y", visible=False)

@@ -36,7 +36,7 @@ def summary(rows: Sequence[Row]) -> Table:
         extra = "" if row["task_set"] == "main" else f" ({', '.join(sorted(row['per_domain']))})"
         lines.append(
             [
-                row["drafter"] + extra,
+                row["drafter"] + extra + ("" if row["lossless"] else f", lossy {row['lossy_threshold']:g}"),
                 f"{row['temperature']:g}",
                 str(row["num_draft_tokens"]),
                 number(row["acceptance_length"]),
@@ -53,10 +53,10 @@ def summary(rows: Sequence[Row]) -> Table:
 
 def _output(row: Row) -> str:
     if not row["lossless"]:
-        return f"LOSSY, threshold {row['lossy_threshold']:g}"
+        return "LOSSY"
     if row["drafter"] == "vanilla":
         return "the target's own"
-    known = {True: "equal to vanilla's", False: "NOT vanilla's", None: "lossless by its rule"}
+    known = {True: "equal to vanilla's", False: "NOT vanilla's", None: "lossless"}
     return known[row["outputs_identical_to_vanilla"]]
 
 
@@ -85,7 +85,7 @@ def tasks(rows: Sequence[Row]) -> Table:
             sure = between(part.get("acceptance_length_interval"))
             cells.append(number(part.get("acceptance_length")) + sure + speed)
         lines.append([setting_of(row), *cells])
-    return Table(["tokens a round (95 %), speed of plain decoding's", *names], lines)
+    return Table(["tokens a round (95 %), speed (vanilla = 1)", *names], lines)
 
 
 def losslessness(found: Sequence[Row]) -> Table:
@@ -101,7 +101,8 @@ def _agreement(task: Row) -> str:
     if "equal" in task:
         ties = f", {task['near_ties']} near ties" if task["near_ties"] else ""
         return f"{task['equal']} of {task['num_prompts']} equal{ties}"
-    return "p = " + ", ".join(number(task[key], 3) for key in ("first_verified_token_p", "length_p"))
+    values = ", ".join(number(task[key], 3) for key in ("first_verified_token_p", "length_p"))
+    return f"p = {values} ({task['num_prompts']} prompts)"
 
 
 def divergences(found: Sequence[Row]) -> Table:

@@ -174,7 +174,9 @@ def test_eval_accepts_the_exported_folder_and_measures_the_same(
     script("eval", *evaluate, f"draft={finished_run / 'export'}")
     ours = json.loads((finished_run / "eval" / "report.json").read_text())
     again = json.loads((tmp_path / "eval" / "report.json").read_text())
-    for key in ("rounds", "proposed", "accepted", "acceptance_length", "survival", "per_domain"):
+    ours |= ours["per_domain"]["counting"]  # what does not depend on speed, of the one task
+    again |= again["per_domain"]["counting"]
+    for key in ("rounds", "proposed", "accepted", "acceptance_length", "survival", "recall_at_16", "oracle_length"):
         assert again[key] == ours[key], key
 
 

@@ -171,7 +171,7 @@ def headline(report: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
     """What a reader should know who reads no further."""
     best = best_row(report, rows)
     if best is None:
-        return ["No drafter was measured."]
+        return ["No lossless drafter was measured."]
     found = [
         f"Best here: {best['drafter']} with {best['acceptance_length']:.2f} tokens a round"
         f"{between(best['acceptance_length_interval'])}, "

@@ -39,6 +39,8 @@ def render(report: Mapping[str, Any]) -> str:
     lines += [line for row in main if (line := evidence_line(row))]
     lines += [lossless_line(found) for found in report.get("losslessness", [])]
     lines += [comparison_line(found) for found in report.get("comparisons", [])]
+    lines += [lossy_line(found) for found in report.get("lossy_sweep", []) if not found["lossless"]]
+    lines += [line for found in report.get("findings", []) for line in finding_lines(found)]
     lines += _length_lines(report.get("length_choice"), main)
     lines += _calibration_lines(report.get("calibration"))
     lines += _simulation_lines(report.get("simulation"))
@@ -135,6 +137,20 @@ def comparison_line(found: Mapping[str, Any]) -> str:
         f"- {found['drafter']} against {found['other']} at T={found['temperature']:g}: {lengths} tokens a round, "
         f"{found['difference']:+.2f} ({low:+.2f} to {high:+.2f}), {meaning}."
     )
+
+
+def lossy_line(found: Mapping[str, Any]) -> str:
+    return (
+        f"- {found['drafter']} at T={found['temperature']:g}, lossy from {found['lossy_threshold']:g} on: "
+        f"{number(found['acceptance_length'])} tokens a round, {found['altered_share']:.1%} of the tokens altered."
+    )
+
+
+def finding_lines(found: Mapping[str, Any]) -> list[str]:
+    """Why the acceptance of one drafter is no higher, what costs most first."""
+    return [
+        f"- {found['name']}: {one['cause'].lower()} ({one['evidence']}). {one['advice']}" for one in found["findings"]
+    ]
 
 
 def _length_lines(choice: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -52,20 +52,20 @@ def build_report(
 
 def row_of(measured: Pass, identity: Mapping[str, Any] | None) -> dict[str, Any]:
     """One row: what was run, pooled statistics, and the same per domain."""
-    identity = identity or {}
+    identity, lossless = identity or {}, measured.about["lossless"]
     per_domain = {}
     for domain in sorted(set(measured.domains)):
         members = [index for index, own in enumerate(measured.domains) if own == domain]
         generations, prompts = [measured.generations[i] for i in members], [measured.prompts[i] for i in members]
         alone = measured.of_domain(domain)
         times: dict[str, Any] = dict.fromkeys(TIMES) if alone is None else times_of(alone)
-        per_domain[domain] = {"num_prompts": len(members), **numbers_of(generations, prompts), **times}
+        per_domain[domain] = {"num_prompts": len(members), **numbers_of(generations, prompts, lossless), **times}
     return {
         **measured.about,
         "bonus_counted": True,
         "num_prompts": len(measured.generations),
         "num_tokens": measured.num_tokens,
-        **numbers_of(measured.generations, measured.prompts),
+        **numbers_of(measured.generations, measured.prompts, lossless),
         "outputs_identical_to_vanilla": identity.get("outputs_identical_to_vanilla"),
         "near_tie_divergences": identity.get("near_tie_divergences"),
         **times_of(measured),
@@ -73,12 +73,12 @@ def row_of(measured: Pass, identity: Mapping[str, Any] | None) -> dict[str, Any]
     }
 
 
-def numbers_of(generations: Sequence[Generation], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+def numbers_of(generations: Sequence[Generation], prompts: Sequence[Sequence[int]], lossless: bool) -> dict[str, Any]:
     """All that does not depend on how fast it went."""
     return {
         **stats_of(generations),
         **evidence(generations, prompts),
-        "altered_share": altered_share(generations),
+        "altered_share": None if lossless else altered_share(generations),
     }
 
 

@@ -50,14 +50,12 @@ def _replayed(generations: Sequence[Generation], scaling: Scaling | None) -> lis
     return found
 
 
-def altered_share(generations: Sequence[Generation]) -> float | None:
+def altered_share(generations: Sequence[Generation]) -> float:
     """Of the tokens that came out of rounds, the share that a lossy rule is expected to have made others than the
     target would have drawn: the sum of `Round.altered` over the slots that were decided."""
     rounds = [r for g in generations for r in g.rounds]
-    if not any(r.altered for r in rounds):
-        return None
     altered = sum(sum(r.altered[: r.accepted + 1]) for r in rounds)
-    return altered / sum(r.accepted + r.bonus for r in rounds)
+    return altered / max(sum(r.accepted + r.bonus for r in rounds), 1)
 
 
 def lossy_sweep(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

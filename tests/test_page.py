@@ -185,4 +185,4 @@ def test_a_report_of_plain_decoding_alone_is_a_page_too(
     common = [f"output_dir={tmp_path}", "draft=vanilla", f"tasks=[{prompts_file}]", "num_prompts=2", "max_new_tokens=4"]
     script("eval", *common, "race=null", "check_transformers=0")
     page, trouble = opened(browser, tmp_path / "eval" / "report.html", PHONE, "light")
-    assert "No drafter was measured" in page.inner_text("main") and not trouble
+    assert "No lossless drafter was measured" in page.inner_text("main") and not trouble

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from models.target import Target, TargetConfig, load_tokenizer
 from tests.test_decode import SAMPLED, config_of
 
 BATCH = 2
-ABOUT = {"drafter": "dspark", "task_set": "main", "batch_size": BATCH, "temperature": 1.0}
+ABOUT = {"drafter": "dspark", "task_set": "main", "batch_size": BATCH, "temperature": 1.0, "lossless": True}
 CONFIG = config_of(max_new_tokens=8, batch_size=BATCH, num_draft_tokens=3, sampling=SAMPLED)
 
 
@@ -179,7 +178,7 @@ def test_a_domain_has_its_own_times_where_they_are_known(
     assert [len(part.generations) for part in parts.values() if part is not None] == [5, 2]
     assert sum(part.seconds for part in parts.values() if part is not None) == pytest.approx(measured.seconds)
     assert sum(part.steps for part in parts.values() if part is not None) == measured.steps
-    row = row_of(replace(measured, about={**ABOUT, "lossless": True}), None)
+    row = row_of(measured, None)
     rates = [row["per_domain"][name]["tokens_per_second"] for name in "ab"]
     assert min(rates) <= row["tokens_per_second"] <= max(rates) and rates[0] != rates[1]
     mixed = passes(tmp_path / "b").run(ABOUT, None, of_domains(*"ababab"), decoder(), "x")

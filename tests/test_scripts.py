@@ -139,6 +139,14 @@ def test_a_lossy_rule_is_reported_as_lossy(
     assert [row["lossless"] for row in report["rows"] if row["drafter"] == "vanilla"] == [True, True]
 
 
+def test_a_lossy_sweep_of_a_drafter_that_drafts_nothing_alters_nothing(script: Script, tmp_path: Path) -> None:
+    (tmp_path / "once.jsonl").write_text(json.dumps({"turns": ["3"]}) + "\n")
+    common = [f"output_dir={tmp_path}", "draft=ngram", f"tasks=[{tmp_path / 'once.jsonl'}]", "max_new_tokens=3"]
+    shown = script("eval", *common, "temperature=1", "lossy_sweep=[0.5]", "check_transformers=0")
+    assert "lossy from 0.5 on" in shown and "0.0% of the tokens altered" in shown
+    assert (tmp_path / "eval" / "report.html").is_file()
+
+
 def test_missing_tasks_are_named_and_the_protocol_fixes_its_options(
     script: Script, finished_run: Path, prompts_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

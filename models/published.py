@@ -1,8 +1,8 @@
-"""Checkpoints of other projects, told apart by the architecture that their config.json names.
+"""Checkpoints of other projects, told apart by what their config.json names.
 
 DeepSpec: Qwen3DSparkModel (DSpark; with both heads off what it calls DFlash) and Qwen3Eagle3Model, with copies of the
 target's embedding and head inside. z-lab: DFlashDraftModel, neither inside. Classic EAGLE-3 (SafeAILab, SpecForge):
-LlamaForCausalLMEagle3, one `midlayer`, a head of its own.
+LlamaForCausalLMEagle3, one `midlayer`, a head of its own. speculators: the same tensors under a config of its own.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,6 +20,7 @@ from models.dspark import DSpark, DSparkConfig, MarkovHeadType
 from models.eagle3 import Eagle3, Eagle3Config
 from models.losses import LossWeights
 from models.spec import TargetSpec, spread_layer_ids
+from models.speculators import as_published, is_speculators
 
 # Sizes that transformers would fill with some model's values if they were absent; the second line a Qwen3's only.
 SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps")
@@ -49,12 +50,18 @@ def read_published(config: Mapping[str, Any], tensors: dict[str, Tensor], target
             f"got architectures={config.get('architectures')}"
         )
     try:
+        if is_speculators(config):
+            config = as_published(config)
+            architecture = config["architectures"][0]
         return READERS[architecture](config, tensors, _spec(config, target))
     except KeyError as error:
         raise ValueError(f"missing {error}") from error
 
 
 def known_architecture(config: Mapping[str, Any]) -> str | None:
+    """Of a drafter, or the format that says its kind elsewhere."""
+    if is_speculators(config):
+        return "speculators"
     return next((name for name in config.get("architectures") or [] if name in READERS), None)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from models.base import Drafter
 from models.files import read_json, write_atomic, write_json
-from models.published import Published, known_architecture, read_published
+from models.published import Published, known_architecture, misfit, read_published
 from models.spec import TargetSpec
 from models.target import TargetConfig, TargetIdentity, load_spec, quantization_of
 
@@ -177,15 +177,14 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def load_weights(drafter: Drafter, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Strict: every missing, extra or misshaped tensor is named in one ValueError, and nothing is loaded then."""
+    """Strict: every tensor that is missing, extra, misshaped or of another kind is named in one ValueError, and nothing
+    is loaded then."""
     own = drafter.state_dict()
     problems = [f"missing {name} {list(own[name].shape)}" for name in own if name not in tensors]
     problems += [f"unexpected {name} {list(tensors[name].shape)}" for name in tensors if name not in own]
-    problems += [
-        f"{name} has shape {list(tensors[name].shape)}, expected {list(own[name].shape)}"
-        for name in own
-        if name in tensors and tensors[name].shape != own[name].shape
-    ]
+    shared = [name for name in own if name in tensors]
+    misfits = (misfit(name, tensors[name], own[name].shape, own[name].dtype) for name in shared)
+    problems += [problem for problem in misfits if problem is not None]
     if problems:
         raise ValueError(f"{path} does not fit its config: " + "; ".join(problems))
     drafter.load_state_dict(dict(tensors))

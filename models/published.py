@@ -5,7 +5,7 @@ target's embedding and head inside. z-lab: DFlashDraftModel, neither inside. Cla
 LlamaForCausalLMEagle3, one `midlayer`, a head of its own. speculators: the same tensors under a config of its own.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,10 @@ from models.speculators import as_published, is_speculators
 # Sizes that transformers would fill with some model's values if they were absent; the second line a Qwen3's only.
 SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps")
 QWEN3_SIZES = ("num_key_value_heads", "head_dim", "hidden_act")
+
+
+# Of dtypes that stand for each other in files.
+KINDS = (torch.float32, torch.bfloat16, torch.float16, torch.float64), (torch.int64, torch.int32)
 
 
 @dataclass(frozen=True)
@@ -86,11 +90,27 @@ def _spec(config: Mapping[str, Any], target: TargetSpec | None) -> TargetSpec:
     return spec if target is None else replace(spec, eos_token_ids=target.eos_token_ids)
 
 
+def misfit(name: str, found: Tensor, shape: Sequence[int], dtype: torch.dtype) -> str | None:
+    """In words where a tensor of a file cannot be one of such shape and kind. Any whole float will do for a float;
+    8 bits mean something only with their scales."""
+    if list(found.shape) != list(shape):
+        return f"{name} has shape {list(found.shape)}, expected {list(shape)}"
+    wanted = next((kind for kind in KINDS if dtype in kind), (dtype,))
+    if found.dtype not in wanted:
+        return f"{name} is {found.dtype}, expected {' or '.join(map(str, wanted))}"
+    return None
+
+
 def _with_frozen_copies(drafter: Drafter, tensors: dict[str, Tensor]) -> Published:
     rest = dict(tensors)
     embedding, head = rest.pop("embed_tokens.weight", None), rest.pop("lm_head.weight", None)
     if embedding is None or head is None:
         raise ValueError("a DeepSpec checkpoint holds embed_tokens.weight and lm_head.weight")
+    shape = drafter.spec.vocab_size, drafter.spec.hidden_size
+    copies = {"embed_tokens.weight": embedding, "lm_head.weight": head}
+    problems = [misfit(name, copy, shape, torch.float32) for name, copy in copies.items()]
+    if found := [problem for problem in problems if problem is not None]:
+        raise ValueError("; ".join(found))
     return Published(drafter, rest, embedding, head)
 
 
@@ -178,10 +198,10 @@ def _read_classic_eagle3(config: Mapping[str, Any], tensors: dict[str, Tensor], 
     _need_one_layer(config.get("num_hidden_layers", 1))
     rest = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     embedding = rest.pop("embed_tokens.weight", None)
-    if embedding is not None and embedding.shape != (spec.vocab_size, spec.hidden_size):
-        raise ValueError(
-            f"embed_tokens.weight has shape {list(embedding.shape)}, expected {[spec.vocab_size, spec.hidden_size]}"
-        )
+    if embedding is not None:
+        shape = spec.vocab_size, spec.hidden_size
+        if problem := misfit("embed_tokens.weight", embedding, shape, torch.float32):
+            raise ValueError(problem)
     draft_size = config.get("draft_vocab_size") or spec.vocab_size
     if "d2t" not in rest and draft_size != spec.vocab_size:
         raise ValueError(f"draft_vocab_size={draft_size} of {spec.vocab_size} tokens, but no tensor d2t says which")

@@ -1,0 +1,104 @@
+"""Checkpoints of every format in which one tensor is missing, extra, turned or of another kind: refused by its name."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.base import Drafter, SlotLayout
+from models.checkpoint import load_drafter, save_drafter
+from models.files import read_json
+from tests.conftest import dflash_config, dspark_config, eagle3_config
+from tests.published_files import EMBEDDING, SPEC, build, write
+from tests.test_published import CLASSIC, classic_tensors
+from tests.test_published_blocks import DEEPSPEC, DEEPSPEC_EAGLE3, ZLAB, with_copies
+from tests.test_speculators import DFLASH, DSPARK, EAGLE3, config_of
+
+IN_PLACE: dict[str, Any] = {"num_layers": 2, "slot_layout": SlotLayout.in_place, "num_draft_tokens": 4}
+IDENTITY = {"name": "t", "config_sha256": "", "weights_sha256": ""}
+Files = tuple[dict[str, Any], dict[str, Tensor]]
+
+
+def native(config: Any) -> Callable[[Path], Files]:
+    def files(folder: Path) -> Files:
+        drafter = build(config)
+        save_drafter(drafter, folder, target=IDENTITY)
+        return read_json(folder / "config.json"), drafter.state_dict()
+
+    return files
+
+
+def foreign(config: dict[str, Any], own: Any, tensors: Callable[[Any], dict[str, Tensor]]) -> Callable[[Path], Files]:
+    return lambda folder: (config, tensors(build(own)))
+
+
+def with_embedding(drafter: Drafter) -> dict[str, Tensor]:
+    return {**drafter.state_dict(), "embed_tokens.weight": EMBEDDING}
+
+
+CLASSIC_REDUCED = eagle3_config(num_draft_tokens=7, draft_vocab_size=20, own_head=True, fc_norm=True)
+OWN_HEAD = eagle3_config(num_draft_tokens=4, own_head=True, norm_before_residual=True)
+FORMATS: dict[str, Callable[[Path], Files]] = {
+    "native dspark": native(dspark_config(num_layers=2)),
+    "native eagle3": native(eagle3_config(draft_vocab_size=20, own_head=True)),
+    "deepspec dspark": foreign(DEEPSPEC, dspark_config(num_layers=2), with_copies),
+    "deepspec eagle3": foreign(DEEPSPEC_EAGLE3, eagle3_config(num_draft_tokens=4, qk_norm=True), with_copies),
+    "zlab dflash": foreign(ZLAB, dflash_config(**IN_PLACE), lambda drafter: drafter.state_dict()),
+    "classic eagle3": foreign(CLASSIC | {"draft_vocab_size": 20, "fc_norm": True}, CLASSIC_REDUCED, classic_tensors),
+    "speculators dspark": foreign(
+        config_of("dspark", num_layers=2, **DSPARK), dspark_config(num_layers=2), with_copies
+    ),
+    "speculators dflash": foreign(config_of("dflash", num_layers=2, **DFLASH), dflash_config(**IN_PLACE), with_copies),
+    "speculators eagle3": foreign(
+        config_of("eagle3", num_layers=1, model_type="llama", **EAGLE3), OWN_HEAD, with_embedding
+    ),
+}
+# What a file may lack: what it says follows from the rest, or comes from the target.
+OPTIONAL = {
+    "classic eagle3": {"t2d", "lm_head.weight"},
+    "speculators eagle3": {"embed_tokens.weight", "lm_head.weight"},
+}
+
+
+def turned(tensor: Tensor) -> Tensor:
+    return tensor.transpose(0, -1) if tensor.ndim > 1 and tensor.shape[0] != tensor.shape[-1] else tensor[None]
+
+
+def of_another_kind(tensor: Tensor) -> Tensor:
+    return tensor.float() if not tensor.is_floating_point() else tensor.to(torch.int32)
+
+
+DAMAGES: dict[str, Callable[[Tensor], Tensor | None]] = {
+    "missing": lambda tensor: None,
+    "turned": turned,
+    "of another kind": of_another_kind,
+    "in 8 bits": lambda tensor: tensor.to(torch.float8_e4m3fn) if tensor.is_floating_point() else tensor[:-1],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_damaged_tensor_is_refused_by_name(tmp_path: Path, kind: str, damage: str) -> None:
+    config, tensors = FORMATS[kind](tmp_path)
+    load_drafter(write(tmp_path, config, tensors) if "native" not in kind else tmp_path, target=SPEC)
+    for name, tensor in tensors.items():
+        if damage == "missing" and name in OPTIONAL.get(kind, ()):
+            continue
+        changed = DAMAGES[damage](tensor)
+        own = {other: value for other, value in tensors.items() if other != name}
+        folder = write(tmp_path, config, own if changed is None else own | {name: changed})
+        with pytest.raises(ValueError) as error:
+            load_drafter(folder, target=SPEC)
+        said = name.replace("midlayer.", "layers.0.")
+        assert said in str(error.value) or name in str(error.value), (name, str(error.value))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_an_extra_tensor_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    config, tensors = FORMATS[kind](tmp_path)
+    folder = write(tmp_path, config, tensors | {"layers.7.mlp.up_proj.weight": torch.ones(2, 2)})
+    with pytest.raises(ValueError, match=r"unexpected layers\.7\.mlp\.up_proj\.weight \[2, 2\]"):
+        load_drafter(folder, target=SPEC)

@@ -41,7 +41,7 @@ def choose_tracker(
 
 
 def open_wandb(config: WandbConfig, folder: Path, id_file: Path, run_config: Mapping[str, Any], *, job: str) -> Any:
-    """A run of its own for every id file, which a later call goes on with. Raises no error of its own."""
+    """A run of its own for every id file, which a later call goes on with."""
     import wandb
 
     run_id = id_file.read_text().strip() if id_file.is_file() else secrets.token_hex(4)

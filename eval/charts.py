@@ -143,7 +143,7 @@ def lossy(sweep: Sequence[Row]) -> Chart | None:
         Bar(
             "lossless"
             if one["lossless"]
-            else f"threshold {one['lossy_threshold']:g}, {one['altered_share'] or 0:.1%} altered",
+            else f"threshold {one['lossy_threshold']:g}, {one['altered_share']:.1%} altered",
             one["acceptance_length"],
             one["acceptance_length_interval"],
         )
@@ -174,12 +174,8 @@ def load(simulation: Mapping[str, Any] | None) -> Chart | None:
     schedules = simulation["schedules"]
     loads = [row["num_requests"] for row in schedules["vanilla"]]
     plain = [row["tokens_per_second"] for row in schedules["vanilla"]]
-    fixed = [rows for name, rows in schedules.items() if name.startswith("fixed")]
-    best = [max(column, key=lambda row: row["tokens_per_second"]) for column in zip(*fixed, strict=True)]
-    shown = {"best fixed K": best} | {
-        name: schedules[name] for name in schedules if name != "vanilla" and not name.startswith("fixed")
-    }
-    shown = {name: rows for name, rows in shown.items() if name == "best fixed K" or name.endswith("gate")}
+    shown = {"best fixed K": [row for _, row in best_fixed(schedules)]}
+    shown |= {name: rows for name, rows in schedules.items() if name.endswith("gate")}
     panels = {
         "speed, plain decoding = 1": {
             name: [row["tokens_per_second"] / base for row, base in zip(rows, plain, strict=True)]
@@ -195,6 +191,12 @@ def load(simulation: Mapping[str, Any] | None) -> Chart | None:
         "schedule stops drafting where that does not pay. Lines that agree hide each other."
     )
     return Chart(svg, caption, is_wide=True)
+
+
+def best_fixed(schedules: Mapping[str, Sequence[Row]]) -> list[tuple[str, Row]]:
+    """Of every simulated load: the fixed length with most tokens a second, as its name and row."""
+    fixed = [[(name, row) for row in rows] for name, rows in schedules.items() if name.startswith("fixed")]
+    return [max(column, key=lambda one: one[1]["tokens_per_second"]) for column in zip(*fixed, strict=True)]
 
 
 def reliability(calibration: Mapping[str, Any] | None) -> Chart | None:
@@ -243,6 +245,4 @@ def _name(row: Row, same: Sequence[Row]) -> str:
     twins = [other for other in same if other["drafter"] == row["drafter"]]
     if len(twins) == 1:
         return row["drafter"]
-    return f"{row['drafter']} K={row['num_draft_tokens']}" + (
-        "" if row["lossless"] else f" lossy {row['lossy_threshold']:g}"
-    )
+    return f"{row['drafter']} K={row['num_draft_tokens']}"

@@ -6,7 +6,7 @@ knows more would. A drafter that was trained here has its last figures on the tr
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -214,7 +214,3 @@ def _short(row: Mapping[str, Any]) -> Finding | None:
         "Train it with more model.num_draft_tokens.",
         survival[-1],
     )
-
-
-def to_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    return [asdict(one) for one in findings]

@@ -75,7 +75,8 @@ class Harness:
         self.target, self.tokenizer = target, tokenizer
         self.rounding = None if config.feature_dtype is None else find_codec(config.feature_dtype, "feature_dtype")
         self.folder = Path(config.output_dir) / "eval"
-        self.target_key = sha256_text(json.dumps([target_config.dtype, quantization_name(target_config)]))[:6]
+        self.quantization = quantization_name(target_config)
+        self.target_key = sha256_text(json.dumps([target_config.dtype, self.quantization]))[:6]
         all_turns = config.turns is Turns.all
         self.passes = Passes(self.folder / "passes", accelerator, tokenizer, target_config.thinking, all_turns)
         self.missing_tasks: list[str] = []
@@ -283,7 +284,8 @@ class Harness:
 
     def _pass(self, plan: PassPlan) -> Pass:
         config = plan.decoding(self.config)
-        about = plan.about(self.config, self.target_config, self.target.device.type)
+        device = self.target.device.type
+        about = plan.about(self.config, self.target_config, quantization=self.quantization, device=device)
         label = f"{setting_of(about)} {plan.task_set}"
         target, drafter, tokenizer = self._target_of(plan.subject), plan.subject.drafter, self.tokenizer
 

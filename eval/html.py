@@ -203,11 +203,9 @@ def headline(report: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
 def worth_drafting(simulation: Mapping[str, Any]) -> str:
     """At which simulated loads a fixed number of drafts is faster than none."""
     schedules = simulation["schedules"]
-    fixed = {name: rows for name, rows in schedules.items() if name.startswith("fixed")}
     gains = []
-    for index, plain in enumerate(schedules["vanilla"]):
-        name, rows = max(fixed.items(), key=lambda one: one[1][index]["tokens_per_second"])
-        ratio = rows[index]["tokens_per_second"] / plain["tokens_per_second"]
+    for (name, row), plain in zip(charts.best_fixed(schedules), schedules["vanilla"], strict=True):
+        ratio = row["tokens_per_second"] / plain["tokens_per_second"]
         if ratio > 1:
             gains.append(f"{plain['num_requests']} ({ratio:.2f} times, K={name.removeprefix('fixed ')})")
     who = f"{simulation['drafter']} ({_temperature(simulation['temperature'])})"

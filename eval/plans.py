@@ -8,12 +8,13 @@ from eval.autotune import LengthChoice
 from eval.config import EvalConfig, parse_length, parse_temperatures, sampled_temperature
 from eval.decode import DecodeConfig
 from eval.schedule import FIXED, Schedule
+from eval.stats import first_of_each
 from eval.subject import VANILLA, Subject, ngram
 from eval.tasks import Protocol
 from eval.verify import Rule
 from models.base import TreeProposer
 from models.sampling import SamplingConfig
-from models.target import TargetConfig, quantization_name
+from models.target import TargetConfig
 from models.trees import TreePolicy
 
 MAIN, EXTRA, CALIBRATING, RACE = "main", "extra", "calibration", "race"  # sets of prompts
@@ -35,7 +36,9 @@ class PassPlan:
     def is_lossless(self) -> bool:
         return self.rule.is_lossless or self.temperature == 0
 
-    def about(self, config: EvalConfig, target: TargetConfig, device: str) -> dict[str, Any]:
+    def about(
+        self, config: EvalConfig, target: TargetConfig, *, quantization: str | None, device: str
+    ) -> dict[str, Any]:
         """What the row says of itself."""
         decoding = self.decoding(config)
         return {
@@ -50,7 +53,7 @@ class PassPlan:
             "num_draft_tokens": self.num_draft_tokens,
             "slot_layout": self.subject.slot_layout,
             "dtype": target.dtype,
-            "quantization": quantization_name(target),
+            "quantization": quantization,
             "feature_dtype": config.feature_dtype or target.dtype,
             "device": device,
             "batch_size": decoding.batch_size,
@@ -100,11 +103,8 @@ def main_plans(
 ) -> Iterator[PassPlan]:
     """Vanilla and the drafter at each temperature, with num_draft_tokens=auto also at the chosen length; n-gram at the
     first; the drafter by the lossy rule at each threshold of the sweep; then the others as the drafter."""
-    length, schedule, temperatures = (
-        length_of(config, subject),
-        schedule_of(subject),
-        parse_temperatures(config.temperature),
-    )
+    length, schedule = length_of(config, subject), schedule_of(subject)
+    temperatures = parse_temperatures(config.temperature)
     for index, temperature in enumerate(temperatures):
         yield PassPlan(VANILLA, temperature, 0, FIXED, Rule.ratio, MAIN)
         if index == 0 and "ngram" in config.baselines and subject.name not in ("vanilla", "ngram"):
@@ -126,9 +126,7 @@ def main_plans(
 
 def race_plans(plans: Sequence[PassPlan]) -> list[PassPlan]:
     """Of every subject once, as it is measured first, with `schedule=fixed`."""
-    first = {plan.subject.name: plan for plan in reversed(plans) if plan.task_set == MAIN}
-    names = dict.fromkeys(plan.subject.name for plan in plans if plan.task_set == MAIN)
-    found = [first[name] for name in names]
+    found = first_of_each((plan for plan in plans if plan.task_set == MAIN), lambda plan: plan.subject.name)
     return [
         PassPlan(p.subject, p.temperature, p.num_draft_tokens, FIXED, p.rule, RACE, p.lossy_threshold) for p in found
     ]

@@ -13,7 +13,7 @@ from eval.evidence import evidence
 from eval.intervals import difference_interval, length_interval
 from eval.markdown import render
 from eval.rounds import Generation
-from eval.stats import Pass, acceptance_stats
+from eval.stats import Pass, acceptance_stats, first_of_each
 from eval.sweeps import altered_share
 from models.files import read_json, write_json, write_text
 
@@ -86,15 +86,15 @@ def times_of(measured: Pass) -> dict[str, Any]:
     """TIMES: of steps the mean seconds in a round of a batch, of first tokens the median seconds since the request was
     taken."""
     rest = measured.seconds - measured.prompt_seconds - measured.draft_seconds - measured.verify_seconds
+    parts = {"draft": measured.draft_seconds, "verify": measured.verify_seconds, "overhead": rest}
     first = [g.first_token_seconds for g in measured.generations]
-    found = [
-        measured.tokens_per_second,
-        measured.draft_seconds / measured.seconds,
-        measured.verify_seconds / measured.seconds,
-    ]
-    steps = [measured.draft_seconds, measured.verify_seconds, rest]
-    found += [value / measured.steps if measured.steps else None for value in steps]
-    return dict(zip(TIMES, [*found, median(first) if first else None], strict=True))
+    return {
+        "tokens_per_second": measured.tokens_per_second,
+        "draft_share_of_time": measured.draft_seconds / measured.seconds,
+        "verify_share_of_time": measured.verify_seconds / measured.seconds,
+        **{f"{name}_step_seconds": x / measured.steps if measured.steps else None for name, x in parts.items()},
+        "first_token_seconds": median(first) if first else None,
+    }
 
 
 def is_vanilla_of(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -116,7 +116,7 @@ def comparisons(passes: Sequence[Pass]) -> list[dict[str, Any]]:
     found = []
     for temperature in dict.fromkeys(p.about["temperature"] for p in main):
         own = [p for p in main if p.about["temperature"] == temperature and p.about["drafter"] != "vanilla"]
-        first = list({p.about["drafter"]: p for p in reversed(own)}.values())[::-1]
+        first = first_of_each(own, lambda p: p.about["drafter"])
         for ours, theirs in combinations(sorted(first, key=lambda p: p.about["drafter"] == "ngram"), 2):
             if (one := _comparison(ours, theirs)) is not None:
                 found.append(one)

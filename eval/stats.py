@@ -1,10 +1,12 @@
 """Acceptance statistics of finished requests, and the record of one pass over a set of prompts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from eval.rounds import DecodeResult, Generation, Round
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -96,3 +98,11 @@ def joined(parts: Sequence[Pass]) -> Pass:
         of_parts = [getattr(part, name) for part in parts]
         values[name] = [x for part in of_parts for x in part] if isinstance(of_parts[0], list) else sum(of_parts)
     return Pass(**values)
+
+
+def first_of_each(items: Iterable[T], key: Callable[[T], Any]) -> list[T]:
+    """The first item of every key, in order."""
+    found: dict[Any, T] = {}
+    for item in items:
+        found.setdefault(key(item), item)
+    return list(found.values())

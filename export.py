@@ -1,4 +1,4 @@
-"""Write a drafter in an engine's layout with its model card: python export.py draft=FOLDER engine=deepspec."""
+"""Write a drafter in an engine's layout with its model card: python export.py draft=FOLDER engine=vllm."""
 
 import os
 import sys
@@ -11,10 +11,12 @@ from data.run import prepare_target, provenance, read_stages, stage, start_proce
 from eval.calibrate import read_calibration
 from eval.markdown import render
 from eval.report import model_card, write_summary
-from models.checkpoint import check_target, load_drafter, resolve_folder
+from models.checkpoint import check_target, load_drafter
 from models.config import register, to_dataclass
-from models.export import ExportConfig, export_drafter
-from models.target import dtype_of, load_spec, load_tokenizer, target_identity
+from models.drafter_files import resolve_folder
+from models.export import ExportConfig, export_drafter, serve_command
+from models.gguf_target import write_gguf_target
+from models.target import dtype_of, load_spec, target_identity
 from models.target_files import load_frozen
 
 register("export_schema", ExportConfig)
@@ -24,22 +26,23 @@ register("export_schema", ExportConfig)
 def main(node: DictConfig) -> None:
     with user_errors("export.py"):
         config = to_dataclass(ExportConfig, node, section="export")
-        folder = Path(config.output_dir)
+        folder, out, dtype = Path(config.output_dir), Path(config.out), dtype_of(config.dtype)
         target = prepare_target(node.target, folder, start_processes(os.environ, single=True))
         with stage(folder, "export"):
-            draft = resolve_folder(Path(config.draft))
-            spec = load_spec(target)
-            drafter = load_drafter(draft, target=spec).drafter.bind(*load_frozen(target, spec))
-            check_target(draft, drafter, target, target_identity(target))
+            draft = resolve_folder(config.draft, allow_pickle=config.allow_pickle)
+            spec, identity = load_spec(target), target_identity(target)
+            drafter = load_drafter(draft, target=spec, allow_pickle=config.allow_pickle).drafter
+            drafter.bind(*load_frozen(target, spec))
+            check_target(draft, drafter, target, identity)
             calibration = read_calibration(draft, drafter.num_draft_tokens)
-            summary = write_summary(folder, read_stages(folder))
-            made = provenance(node, sys.argv)
-            names, calibrated = (type(drafter).__name__, target.name), calibration is not None
-            card = model_card(summary, *names, made, engine=config.engine, calibrated=calibrated)
-            tokens = load_tokenizer(target).convert_ids_to_tokens(list(range(drafter.spec.vocab_size)))
-            out, dtype = Path(config.out), dtype_of(config.dtype)
-            options = {"engine": config.engine, "dtype": dtype, "card": card, "tokens": tokens}
-            export_drafter(drafter, out, **options, calibration=calibration)
+            calibrated, summary = calibration is not None, write_summary(folder, read_stages(folder))
+            serving = serve_command(drafter, config.engine, target.path, calibrated=calibrated)
+            about = (type(drafter).__name__, target.name, provenance(node, sys.argv))
+            card = model_card(summary, *about, serving=serving, calibrated=calibrated)
+            options = {"engine": config.engine, "dtype": dtype, "card": card, "calibration": calibration}
+            export_drafter(drafter, out, **options, target=target, identity=identity)
+            if config.with_target:
+                write_gguf_target(target, out / f"{target.name}.gguf", dtype=dtype_of(target.dtype))
         sys.stdout.write(render(write_summary(folder, read_stages(folder))))
 
 

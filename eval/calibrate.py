@@ -25,7 +25,7 @@ from torch import Tensor
 
 from eval.rounds import Generation
 from eval.schedule import Scaling, calibrated, scaled
-from models.checkpoint import CALIBRATION
+from models.drafter_files import CALIBRATION
 from models.files import read_json
 
 NUM_BINS = 20  # of equal width, as in the reference's evaluator

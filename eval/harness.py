@@ -49,7 +49,7 @@ from eval.sweeps import confidence_sweep, lossy_sweep
 from eval.tasks import TaskOptions, Turns, load_tasks
 from eval.verify import Rule
 from models.base import TreeProposer
-from models.checkpoint import CALIBRATION
+from models.drafter_files import CALIBRATION
 from models.files import sha256_text, write_json, write_text
 from models.target import Target, TargetConfig, load_model, quantization_name
 

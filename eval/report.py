@@ -182,13 +182,6 @@ def show_in_wandb(
 
 
 # How an exported folder is served, by engine.
-SERVE = {
-    "deepspec": """vllm serve TARGET --speculative-config '{"method": "dspark", "model": "THIS_FOLDER",
-  "num_speculative_tokens": K, "draft_sample_method": "probabilistic"}'""",
-    "gguf": "llama-server --model TARGET.gguf --spec-draft-model DRAFTER.gguf --spec-draft-n-max K",
-}
-
-
 CALIBRATED = (
     "`calibration.json` holds a temperature for each draft token, which divides the logit of its confidence before "
     "those of a block are multiplied; SGLang reads it by `--speculative-dspark-confidence-sts-path`.\n\n"
@@ -201,19 +194,18 @@ def model_card(
     target: str,
     provenance: Mapping[str, Any],
     *,
-    engine: str,
+    serving: str,
     calibrated: bool = False,
 ) -> str:
-    """README.md of an exported folder: what it is, how to serve it, what was measured, where it comes from."""
-    if engine not in SERVE:
-        raise ValueError(f"engine must be one of {', '.join(SERVE)}, got {engine!r}")
+    """README.md of an exported folder: what it is, how to serve it (`serving`, Markdown), what was measured, where it
+    comes from."""
     measured = render(summary) if "rows" in summary else "Not measured yet: run eval.py.\n"
     versions = ", ".join(f"{name} {version}" for name, version in provenance.get("versions", {}).items())
     return (
         f"# {drafter} drafter for {target}\n\n"
         f"A speculative-decoding drafter trained with Draftsmith. It proposes tokens that {target} verifies, so the "
         "target's output distribution is unchanged.\n\n"
-        f"## Serving\n\n```\n{SERVE[engine]}\n```\n\n{CALIBRATED if calibrated else ''}"
+        f"## Serving\n\n{serving}\n\n{CALIBRATED if calibrated else ''}"
         f"## Measured\n\n{measured}\n"
         f"## Provenance\n\ncommit {provenance.get('git_commit', 'unknown')}; {versions or 'versions unknown'}\n\n"
         f"command: `{provenance.get('command', 'unknown')}`\n"

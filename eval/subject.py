@@ -9,7 +9,8 @@ import torch
 from eval.calibrate import load_scaling
 from eval.schedule import Scaling
 from models.base import Drafter, Proposer
-from models.checkpoint import CONFIG, WEIGHTS, check_target, load_drafter, resolve_folder
+from models.checkpoint import check_target, load_drafter
+from models.drafter_files import CONFIG, download, fingerprint, looks_like_hub_name, resolve_folder
 from models.files import read_json, sha256_file, sha256_text
 from models.independent import IndependentDrafter
 from models.ngram import NgramDrafter
@@ -49,23 +50,25 @@ def ngram(num_draft_tokens: int = NGRAM_DRAFT_TOKENS) -> Subject:
     return Subject("ngram", NgramDrafter(num_draft_tokens), None, f"ngram{num_draft_tokens}")
 
 
-def load_subject(draft: str, config: TargetConfig, identity: TargetIdentity, device: torch.device) -> Subject:
-    """`vanilla`, `ngram`, a folder that `load_drafter` knows, or a causal LM with the target's tokenizer by folder or
-    Hugging Face name. Raises ValueError on another target's drafter."""
+def load_subject(
+    draft: str, config: TargetConfig, identity: TargetIdentity, device: torch.device, *, allow_pickle: bool = False
+) -> Subject:
+    """`vanilla`, `ngram`, a drafter that `load_drafter` knows or a causal LM with the target's tokenizer, either by
+    folder or Hugging Face name. Raises ValueError on another target's drafter."""
     if draft == "vanilla":
         return VANILLA
     if draft == "ngram":
         return ngram()
     if is_language_model(draft):
         return independent(draft, config, device)
-    folder = resolve_folder(Path(draft))
-    drafter = load_drafter(folder, dtype=dtype_of(config.dtype), target=load_spec(config)).drafter.to(device)
+    folder = resolve_folder(draft, allow_pickle=allow_pickle)
+    loading = {"dtype": dtype_of(config.dtype), "target": load_spec(config)}
+    drafter = load_drafter(folder, **loading, allow_pickle=allow_pickle).drafter.to(device)
     check_target(folder, drafter, config, identity)
     name = type(drafter).__name__.lower()
     layout = None if drafter.slot_layout is None else str(drafter.slot_layout)
     scaling = load_scaling(folder, drafter.num_draft_tokens)
-    fingerprint = sha256_file(folder / WEIGHTS)
-    return Subject(name, drafter, layout, fingerprint, folder, scaling)
+    return Subject(name, drafter, layout, fingerprint(folder, allow_pickle=allow_pickle), folder, scaling)
 
 
 def told_apart(subjects: Sequence[Subject]) -> list[Subject]:
@@ -87,10 +90,8 @@ def _run_name(folder: Path) -> str:
 
 
 def is_language_model(draft: str) -> bool:
-    """Whether a folder's config names a causal LM and no drafter, or nothing lies there and it looks like a name."""
-    folder = Path(draft)
-    if not folder.exists():
-        return draft.count("/") == 1 and not draft.startswith((".", "/", "~", "outputs/"))
+    """Whether the config of a folder or of a name on the hub is a causal LM's and no drafter's."""
+    folder = download(draft, [CONFIG], "draft") if looks_like_hub_name(draft) else Path(draft)
     if not (folder / CONFIG).is_file():
         return False
     found = read_json(folder / CONFIG)
@@ -107,5 +108,4 @@ def independent(path: str, config: TargetConfig, device: torch.device) -> Subjec
     model = load_target(own, device, layer_ids=())
     drafter = IndependentDrafter(model, INDEPENDENT_DRAFT_TOKENS, load_spec(config).vocab_size)
     weights = sorted(Path(path).glob("*.safetensors"))
-    fingerprint = sha256_text("\n".join(sha256_file(file) for file in weights) or path)
-    return Subject("independent", drafter, None, fingerprint)
+    return Subject("independent", drafter, None, sha256_text("\n".join(sha256_file(file) for file in weights) or path))

@@ -168,13 +168,22 @@ class TreeProposer(Proposer, Protocol):
         ...
 
 
+class Engine(StrEnum):
+    """Whose layout `export.py` writes."""
+
+    deepspec = "deepspec"
+    vllm = "vllm"
+    speculators = "speculators"
+    sglang = "sglang"
+    gguf = "gguf"
+
+
 @dataclass(frozen=True)
 class Serving:
-    """What an engine's file holds: config.json fields, weight renames and the weights it needs beside the drafter's."""
+    """What an engine's files hold: fields of its config.json (GGUF: metadata), and tensors under its names."""
 
     config: dict[str, Any]
-    renames: dict[str, str]
-    with_embedding: bool
+    tensors: dict[str, Tensor]
 
 
 class Drafter(nn.Module, ABC):
@@ -261,8 +270,8 @@ class Drafter(nn.Module, ABC):
     def from_native(cls, config: Mapping[str, Any], spec: TargetSpec) -> "Drafter": ...
 
     @abstractmethod
-    def serving(self, engine: str) -> Serving:
-        """Raises ValueError when `engine` cannot serve this drafter."""
+    def serving(self, engine: Engine) -> Serving:
+        """Raises ValueError that says what `engine` cannot serve, and what it could."""
 
     @property
     def sharded_layers(self) -> nn.ModuleList | None:

@@ -12,19 +12,17 @@ from typing import Any
 
 import torch
 from hydra.utils import get_class
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from models.base import Drafter
+from models.drafter_files import CONFIG, WEIGHTS, read_weights, slot_layout_of
 from models.files import read_json, write_atomic, write_json
 from models.published import Published, known_architecture, misfit, read_published
 from models.spec import TargetSpec
 from models.target import TargetConfig, TargetIdentity, load_spec, quantization_of
 
 FORMAT_VERSION = 2
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
-CALIBRATION = "calibration.json"  # beside the weights: what eval/calibrate.py found
 
 
 @dataclass(frozen=True)
@@ -34,25 +32,6 @@ class LoadedDrafter:
     drafter: Drafter
     format: str  # native, or the architecture that a public config names
     bound: bool
-
-
-def step_folder(root: Path, step: int) -> Path:
-    return root / f"step_{step:08d}"
-
-
-def step_folders(root: Path) -> list[Path]:
-    """Whole checkpoints under `root`, oldest first."""
-    found = (path for path in root.glob("step_*") if path.name.removeprefix("step_").isdigit() and path.is_dir())
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
-
-
-def resolve_folder(path: Path, *, option: str = "draft") -> Path:
-    """A drafter folder, or the newest checkpoint of a training run's `checkpoints` folder. Raises ValueError naming the
-    `option` where there is no folder."""
-    if not path.is_dir():
-        raise ValueError(f"{option}={path}: no such folder")
-    folders = step_folders(path)
-    return folders[-1] if folders else path
 
 
 def check_target(folder: Path, drafter: Drafter, config: TargetConfig, identity: TargetIdentity) -> None:
@@ -98,14 +77,16 @@ def save_drafter(
     write_json(folder / CONFIG, config)
 
 
-def load_drafter(folder: Path, *, dtype: torch.dtype | None = None, target: TargetSpec | None = None) -> LoadedDrafter:
+def load_drafter(
+    folder: Path, *, dtype: torch.dtype | None = None, target: TargetSpec | None = None, allow_pickle: bool = False
+) -> LoadedDrafter:
     """Build the drafter that a folder describes and load its weights; the format is read from the config alone.
 
     `target` completes a public config (stop tokens, number of layers). Raises ValueError on a
     missing file, an unknown format, and missing, extra or misshaped tensors (all listed).
     """
     config = read_json(folder / CONFIG)
-    tensors = read_weights(folder / WEIGHTS)
+    tensors = read_weights(folder, allow_pickle=allow_pickle)
     if "format_version" in config:
         read, kind = Published(_from_native(config, folder), tensors), "native"
     else:
@@ -129,8 +110,7 @@ def load_drafter(folder: Path, *, dtype: torch.dtype | None = None, target: Targ
 
 def _check_layout(drafter: Drafter, folder: Path) -> None:
     """Shapes do not tell one slot layout from another, so the weights file names the one it was trained in."""
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
-        trained = (file.metadata() or {}).get("slot_layout")
+    trained = slot_layout_of(folder)
     if trained != str(drafter.slot_layout):
         raise ValueError(
             f"{folder / CONFIG}: slot_layout={drafter.slot_layout}, but {WEIGHTS} was trained with {trained}; "
@@ -163,17 +143,6 @@ def _from_native(config: dict[str, Any], folder: Path) -> Drafter:
 def _check_fields(config: Mapping[str, Any], fields: Sequence[str], folder: Path) -> None:
     if missing := [field for field in fields if field not in config]:
         raise ValueError(f"{folder / CONFIG}: missing {', '.join(missing)}")
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file. Raises ValueError naming the file when it is missing or damaged."""
-    if not path.is_file():
-        raise ValueError(f"no such file: {path}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    except Exception as error:
-        raise ValueError(f"{path} is damaged ({error})") from error
 
 
 def load_weights(drafter: Drafter, tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.base import DraftBatch, DraftLoss, Proposal, Serving, SlotLayout
+from models.base import DraftBatch, DraftLoss, Engine, Proposal, Serving
 from models.block import BlockConfig, BlockDrafter, BlockState
-from models.gguf import dflash_backbone
+from models.engines import block_serving
+from models.gguf import dflash_file
 from models.sampling import Sampler
 from models.spec import TargetSpec
 
@@ -44,38 +45,6 @@ class DFlash(BlockDrafter):
         lengths = torch.full_like(last, num_draft_tokens)
         return Proposal(tokens=tokens, probs=probs, lengths=lengths, ranked=sampler.ranked(logits))
 
-    def serving(self, engine: str) -> Serving:
-        """DeepSpec's layout (its class of DSpark with both heads off), or GGUF."""
-        if engine == "gguf":
-            backbone = dflash_backbone(self)
-            metadata = backbone.config | {"dflash.has_confidence_head": False}  # absent would mean true
-            return Serving(config=metadata, renames=backbone.renames, with_embedding=False)
-        if engine != "deepspec":
-            raise ValueError(f"engine={engine} cannot be written for DFlash; choose engine=deepspec or engine=gguf")
-        return deepspec_serving(self, markov_rank=0, enable_confidence_head=False)
-
-
-def deepspec_serving(drafter: BlockDrafter, **heads: bool | int | str) -> Serving:
-    """config.json of the reference's Qwen3DSparkModel; `heads` are its flat fields of both heads.
-
-    Raises ValueError on a layout or window that the format cannot say.
-    """
-    if drafter.slot_layout is not SlotLayout.anchor_first:
-        raise ValueError("the deepspec format has no slot_layout=in_place; train with model.slot_layout=anchor_first")
-    if drafter.config.sliding_window is not None:
-        raise ValueError(
-            f"the deepspec format has no sliding window (got {drafter.config.sliding_window}); "
-            "train with model.sliding_window=null"
-        )
-    config = {
-        "architectures": ["Qwen3DSparkModel"],
-        "block_size": drafter.num_draft_tokens,
-        "layer_types": ["full_attention"] * drafter.config.num_layers,
-        "mask_token_id": drafter.mask_token_id,
-        "num_anchors": 512,  # a training option that the reference requires at load; not used in decoding
-        "num_hidden_layers": drafter.config.num_layers,
-        "sample_from_anchor": True,  # explicit: engines disagree on what its absence means
-        "target_layer_ids": list(drafter.target_layer_ids),
-        **heads,
-    }
-    return Serving(config=config, renames={}, with_embedding=True)
+    def serving(self, engine: Engine) -> Serving:
+        """DeepSpec and engines know DFlash in anchor_first as a DSpark without heads."""
+        return dflash_file(self, {}, {}) if engine is Engine.gguf else block_serving(self, engine, None)

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.base import DraftBatch, DraftLoss, Proposal, Serving, SlotLayout, stacked
+from models.base import DraftBatch, DraftLoss, Engine, Proposal, Serving, SlotLayout, stacked
 from models.block import BlockConfig, BlockDrafter, BlockState, SupervisedSlots
-from models.dflash import deepspec_serving
-from models.gguf import dflash_backbone
+from models.engines import block_serving
+from models.gguf import dflash_file
 from models.losses import sum_of
 from models.packed import Linear
 from models.sampling import Purpose, Sampler
@@ -141,19 +141,42 @@ class DSpark(BlockDrafter):
             ranked=stacked(ranked),
         )
 
-    def serving(self, engine: str) -> Serving:
-        """DeepSpec's layout, which vLLM's method `dspark` reads too (same tensor names, flat config), or GGUF."""
-        if engine == "gguf":
-            return gguf_serving(self)
-        if engine != "deepspec":
-            raise ValueError(f"engine={engine} cannot be written for DSpark; choose engine=deepspec or engine=gguf")
-        return deepspec_serving(
-            self,
-            markov_rank=self.config.markov_rank,
-            markov_head_type=str(self.config.markov_head),
-            enable_confidence_head=self.config.confidence,
-            confidence_head_with_markov=self.config.confidence_with_markov,
-        )
+    def serving(self, engine: Engine) -> Serving:
+        if engine is Engine.gguf:
+            return self._gguf()
+        heads = {
+            "markov_rank": self.config.markov_rank,
+            "markov_head_type": str(self.config.markov_head),
+            "enable_confidence_head": self.config.confidence,
+            "confidence_head_with_markov": self.config.confidence_with_markov,
+        }
+        return block_serving(self, engine, heads)
+
+    def _gguf(self) -> Serving:
+        """llama.cpp's architecture `dflash`: anchor_first is its draft-dspark, in_place without a Markov head its
+        draft-dflash. Raises ValueError on heads that llama.cpp cannot serve or would serve wrongly."""
+        config, in_place = self.config, self.slot_layout is SlotLayout.in_place
+        if config.markov_rank and config.markov_head is not MarkovHeadType.vanilla:
+            raise ValueError(
+                f"model.markov_head={config.markov_head} cannot be served by llama.cpp, only vanilla; "
+                "train with model.markov_head=vanilla"
+            )
+        if config.markov_rank and in_place:
+            raise ValueError(
+                f"model.slot_layout=in_place cannot be served by llama.cpp with model.markov_rank="
+                f"{config.markov_rank}; train with model.slot_layout=anchor_first or model.markov_rank=0"
+            )
+        if config.confidence and not config.confidence_with_markov:
+            raise ValueError(
+                "model.confidence_with_markov=false cannot be served by llama.cpp, whose confidence head reads the "
+                "Markov embedding; train with model.confidence_with_markov=true or model.confidence=false"
+            )
+        heads = {
+            "markov_head.markov_w1": "markov_w1",
+            "markov_head.markov_w2": "markov_w2",
+            "confidence_head.proj": "conf_proj",
+        }
+        return dflash_file(self, heads, {"has_confidence_head": config.confidence})
 
 
 class MarkovHead(nn.Module):
@@ -205,33 +228,3 @@ def check_heads(config: DSparkConfig) -> None:
         raise ValueError("model.confidence_with_markov=true needs model.markov_rank > 0, got 0")
     if not isinstance(config.markov_head, MarkovHeadType):
         raise ValueError(f"model.markov_head must be one of {', '.join(MarkovHeadType)}, got {config.markov_head!r}")
-
-
-def gguf_serving(drafter: DSpark) -> Serving:
-    """llama.cpp's architecture `dflash`: anchor_first is its draft-dspark, in_place without a Markov head its
-    draft-dflash. Raises ValueError on heads that llama.cpp cannot serve or would serve wrongly."""
-    config, in_place = drafter.config, drafter.slot_layout is SlotLayout.in_place
-    if config.markov_rank and config.markov_head is not MarkovHeadType.vanilla:
-        raise ValueError(
-            f"model.markov_head={config.markov_head} cannot be served by llama.cpp, only vanilla; "
-            "train with model.markov_head=vanilla"
-        )
-    if config.markov_rank and in_place:
-        raise ValueError(
-            f"model.slot_layout=in_place cannot be served by llama.cpp with model.markov_rank={config.markov_rank}; "
-            "train with model.slot_layout=anchor_first or model.markov_rank=0"
-        )
-    if config.confidence and not config.confidence_with_markov:
-        raise ValueError(
-            "model.confidence_with_markov=false cannot be served by llama.cpp, whose confidence head reads the Markov "
-            "embedding; train with model.confidence_with_markov=true or model.confidence=false"
-        )
-    backbone = dflash_backbone(drafter)
-    heads = {
-        "markov_head.markov_w1.weight": "markov_w1.weight",
-        "markov_head.markov_w2.weight": "markov_w2.weight",
-        "confidence_head.proj.weight": "conf_proj.weight",
-        "confidence_head.proj.bias": "conf_proj.bias",
-    }
-    metadata = backbone.config | {"dflash.has_confidence_head": config.confidence}  # absent would mean true
-    return Serving(config=metadata, renames=backbone.renames | heads, with_embedding=False)

@@ -12,17 +12,20 @@ number of supervised positions (there by padded batch size times length).
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import Mixer, cache_mixer, training_mixer
-from models.base import DraftBatch, Drafter, DraftLoss, Proposal, Serving, check_layer_ids, stacked
+from models.base import DraftBatch, DraftLoss, Engine, Proposal, Serving, check_layer_ids, stacked
 from models.cache import KVCache
 from models.config import to_dataclass
+from models.draft_vocabulary import VocabularyDrafter
+from models.engines import as_speculators, check_served, layer_fields, refusal
 from models.flops import attention_flops, loss_columns, num_tokens, vocabulary_flops
+from models.gguf import pair_layer_file
 from models.layers import PairLayer, RMSNorm, Rotary
 from models.losses import LossWeights, check_sampled_vocabulary, check_terms, find_chains
 from models.masks import cache_mask
@@ -30,7 +33,9 @@ from models.packed import Linear, linear
 from models.sampling import Purpose, Sampler
 from models.spec import TargetSpec, fused_layers
 from models.trees import TreePolicy, grow_tree
-from models.vocab_loss import DraftHead, VocabLoss, vocab_loss
+from models.vocab_loss import VocabLoss, vocab_loss
+
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # fields that engines know by these names
 
 
 @dataclass(frozen=True)
@@ -98,19 +103,17 @@ class Unrolled:
         return drafter.capped(linear(normed, drafter.head if own is None else own.weight))
 
 
-class Eagle3(Drafter):
+class Eagle3(VocabularyDrafter):
     """Autoregressive drafter: a chain of pairs through one layer."""
 
     training_options = frozenset({"step_decay", "loss", "sampled_vocabulary"})
-    d2t: Tensor  # [W] int64 with a draft vocabulary: target token minus draft token, as published checkpoints keep it
-    t2d: Tensor  # [V] bool with a draft vocabulary: the target tokens in it
 
     def __init__(self, config: Eagle3Config, spec: TargetSpec, *, target_layer_ids: tuple[int, ...]) -> None:
         super().__init__()
         check_options(config, spec)
         check_layer_ids(target_layer_ids, spec)
         self.config, self.spec, self.target_layer_ids = config, spec, target_layer_ids
-        self.num_draft_tokens, self.draft_vocab_size = config.num_draft_tokens, config.draft_vocab_size
+        self.num_draft_tokens = config.num_draft_tokens
         self.sampled_vocabulary = config.sampled_vocabulary
         size, num_fused = spec.hidden_size, len(target_layer_ids)
         self.input_norm = RMSNorm(num_fused * size, spec.rms_norm_eps) if config.norm_before_fc else None
@@ -121,13 +124,7 @@ class Eagle3(Drafter):
         self.layers = nn.ModuleList([PairLayer(spec, **options)])
         self.norm = RMSNorm(size, spec.rms_norm_eps)
         self.rotary = Rotary(spec)
-        width = config.draft_vocab_size or spec.vocab_size
-        self.lm_head = Linear(size, width, bias=False) if config.own_head else None
-        if config.draft_vocab_size is not None:
-            # Invalid until a vocabulary is chosen or loaded: `check_weights` refuses them.
-            self.register_buffer("d2t", torch.full((width,), -1))
-            self.register_buffer("t2d", torch.zeros(spec.vocab_size, dtype=torch.bool))
-        self._frozen_rows: Tensor | None = None  # of the target's head, for a draft vocabulary without its own head
+        self.add_head(config.draft_vocab_size, own_head=config.own_head)
         self.apply(self.init_weights)
 
     @property
@@ -135,58 +132,6 @@ class Eagle3(Drafter):
         layer = self.layers[0]
         assert isinstance(layer, PairLayer)
         return layer
-
-    # ---- draft vocabulary and head
-
-    @property
-    def draft_ids(self) -> Tensor | None:
-        """Target token [W] of each draft token; None where they are the same."""
-        if self.draft_vocab_size is None:
-            return None
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-
-    def use_draft_vocabulary(self, token_ids: Tensor) -> None:
-        if self.draft_vocab_size is None or len(token_ids) != self.draft_vocab_size:
-            raise ValueError(f"model.draft_vocab_size={self.draft_vocab_size}, got a vocabulary of {len(token_ids)}")
-        self.d2t.copy_(token_ids - torch.arange(len(token_ids), device=token_ids.device))
-        self.t2d.copy_(torch.isin(torch.arange(len(self.t2d), device=token_ids.device), token_ids))
-        self.check_weights()
-
-    def check_weights(self) -> None:
-        ids, self._frozen_rows = self.draft_ids, None
-        if ids is None:
-            return
-        if int(ids.min()) < 0 or int(ids.max()) >= self.spec.vocab_size or len(ids.unique()) < len(ids):
-            raise ValueError(
-                f"d2t maps draft tokens to {int(ids.min())}..{int(ids.max())} with "
-                f"{len(ids) - len(ids.unique())} repeats; it must hold offsets to distinct ids of the target's "
-                f"{self.spec.vocab_size} tokens"
-            )
-        if not torch.equal(self.t2d.nonzero().squeeze(1), ids.sort().values):
-            raise ValueError("t2d and d2t name different draft tokens: t2d must be true exactly at index + d2t[index]")
-
-    def copy_from_bound(self) -> None:
-        if self.lm_head is not None:
-            ids = self.draft_ids
-            with torch.no_grad():
-                self.lm_head.weight.copy_(self.head if ids is None else self.head[ids])
-
-    def draft_head(self) -> DraftHead | None:
-        """None where the draft uses the target's head as it is."""
-        ids = self.draft_ids
-        if ids is None and self.lm_head is None:
-            return None
-        if ids is None:
-            ids = torch.arange(self.spec.vocab_size, device=self.head.device)
-        if self.lm_head is not None:
-            return DraftHead(self.lm_head.weight, ids)
-        if self._frozen_rows is None:  # copied once: a draft vocabulary may have 32,000 rows
-            self._frozen_rows = self.head[ids]
-        return DraftHead(self._frozen_rows, ids)
-
-    def bind(self, embedding: Tensor, head: Tensor) -> Self:
-        self._frozen_rows = None
-        return super().bind(embedding, head)
 
     # ---- shared by training and decoding
 
@@ -355,10 +300,46 @@ class Eagle3(Drafter):
         typed = to_dataclass(Eagle3Config, own, section="of the checkpoint")
         return cls(typed, spec, target_layer_ids=tuple(config["target_layer_ids"]))
 
-    def serving(self, engine: str) -> Serving:
-        """DeepSpec's layout, for drafters of the reference's shape."""
-        if engine != "deepspec":
-            raise ValueError(f"engine={engine} cannot be written for EAGLE-3; choose engine=deepspec")
+    def serving(self, engine: Engine) -> Serving:
+        config, spec, ids = self.config, self.spec, list(self.target_layer_ids)
+        if engine is Engine.gguf:
+            return self._gguf()
+        check_served(spec, engine)
+        if engine is Engine.deepspec:
+            return self._deepspec()
+        if engine is Engine.sglang and (config.qk_norm or config.norm_before_residual or len(ids) == 1):
+            what = "model.qk_norm=true, model.norm_before_residual=true or a single fused layer"
+            raise refusal(engine, what, "SGLang would leave them out without a word; train without, or choose vllm")
+        fields = layer_fields(spec, model_type="qwen3" if config.qk_norm else "llama", num_layers=1)
+        tensors = self.engine_tensors(always_head=engine is Engine.speculators)
+        width = len(tensors["lm_head.weight"]) if "lm_head.weight" in tensors else None
+        counts: list[int] = [index + 1 for index in ids]  # of layers passed
+        own = {name: value for name, value in asdict(config).items() if name in FLAGS}
+        own |= {"num_target_layers": spec.num_layers, "target_hidden_size": spec.hidden_size}
+        if engine is Engine.speculators:
+            fields["num_aux_hidden_states"] = len(ids)  # which vLLM reads there alone, and takes three otherwise
+            own |= {"draft_vocab_size": width, "eagle_aux_hidden_state_layer_ids": counts, "embed_requires_grad": False}
+            made = as_speculators("eagle3", fields, own, num_draft_tokens=self.num_draft_tokens)
+            return Serving(made, {**tensors, "embed_tokens.weight": self.embedding})
+        own |= {
+            "architectures": ["Eagle3Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLMEagle3"],
+            "draft_vocab_size": width,
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "norm_before_fc": config.norm_before_fc,
+                "eagle_aux_hidden_state_layer_ids": counts if engine is Engine.vllm else ids,
+            },
+            "num_aux_hidden_states": len(ids),
+            "target_layer_ids": ids,
+            "ttt_length": self.num_draft_tokens,
+        }
+        if engine is Engine.vllm:  # SGLang takes the lack of a size for the target's head
+            own |= {"draft_vocab_size": width or spec.vocab_size, "eagle_aux_hidden_state_layer_ids": counts}
+        if not config.qk_norm:
+            tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+        return Serving(fields | own, tensors)
+
+    def _deepspec(self) -> Serving:
         config = self.config
         plain = not (config.norm_before_residual or config.norm_before_fc or config.fc_norm or config.norm_output)
         if not (plain and config.qk_norm and self.draft_head() is None and len(self.target_layer_ids) == 5):
@@ -366,16 +347,30 @@ class Eagle3(Drafter):
                 "the deepspec format takes only the reference's EAGLE-3: five fused layers, qk_norm=true, no other "
                 "norm, the target's own head and vocabulary"
             )
-        fields = {
+        own = {
             "architectures": ["Qwen3Eagle3Model"],
             "draft_num_hidden_layers": 1,
-            "layer_types": ["full_attention"],
-            "num_hidden_layers": 1,
+            "num_target_layers": self.spec.num_layers,
             "step_loss_decay": config.step_decay,
             "target_layer_ids": list(self.target_layer_ids),
             "ttt_length": self.num_draft_tokens,
         }
-        return Serving(config=fields, renames={}, with_embedding=True)
+        copies = {"embed_tokens.weight": self.embedding, "lm_head.weight": self.head}
+        return Serving(layer_fields(self.spec, model_type="qwen3", num_layers=1) | own, {**self.state_dict(), **copies})
+
+    def _gguf(self) -> Serving:
+        """llama.cpp's `eagle3`: three layers, no norm but its own."""
+        config, num_fused = self.config, len(self.target_layer_ids)
+        for wrong, what, need in (
+            (num_fused != 3, f"{num_fused} fused layers", "needs model.num_fused_layers=3"),
+            (config.qk_norm, "model.qk_norm=true", "has no such norms; train with false"),
+            (config.fc_norm, "model.fc_norm=true", "has no such norms; train with false"),
+            (config.norm_output, "model.norm_output=true", "feeds back what stands before the norm; train with false"),
+        ):
+            if wrong:
+                raise refusal(Engine.gguf, what, f"llama.cpp {need}")
+        flags = {"norm_before_residual": config.norm_before_residual, "norm_before_fc": config.norm_before_fc}
+        return pair_layer_file(self.spec, self.target_layer_ids, self.engine_tensors(always_head=False), flags)
 
 
 def check_options(config: Eagle3Config, spec: TargetSpec) -> None:

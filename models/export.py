@@ -1,18 +1,31 @@
-"""Drafters in an engine's layout: what engines load, written from `Drafter.serving` and read back."""
+"""Drafters in an engine's layout: what engines load, written from `Drafter.serving`, read back and written again."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
-from models.base import Drafter
-from models.checkpoint import CALIBRATION, CONFIG, WEIGHTS, load_drafter
+from models.base import Drafter, Engine
+from models.checkpoint import load_drafter
+from models.drafter_files import CALIBRATION, CONFIG, WEIGHTS
 from models.files import write_atomic, write_json, write_text
-from models.gguf import write_gguf_drafter
-from models.spec import TargetSpec
+from models.gguf import speculative_type, write_gguf_drafter
+from models.gguf_target import drafter_vocabulary
+from models.target import TargetConfig, TargetIdentity, load_hf_config, load_tokenizer
+
+# vLLM's method (and SGLang's algorithm) of each architecture: left out, vLLM would go by words in the folder's path.
+METHODS = {
+    "Qwen3DSparkModel": "dspark",
+    "DFlashDraftModel": "dflash",
+    "LlamaForCausalLMEagle3": "eagle3",
+    "Eagle3Qwen3ForCausalLM": "eagle3",
+    "Qwen3Eagle3Model": "eagle3",
+}
 
 
 @dataclass
@@ -23,83 +36,126 @@ class ExportConfig:
     output_dir: str
     target: Any
     draft: str
-    engine: str
+    engine: Engine
     dtype: str
     out: str
+    with_target: bool
+    allow_pickle: bool
 
 
 def export_drafter(
     drafter: Drafter,
     folder: Path,
     *,
-    engine: str,
+    engine: Engine,
     dtype: torch.dtype,
     card: str,
-    tokens: Sequence[str | None] = (),  # of the target, by id; only GGUF lists them
+    target: TargetConfig | None = None,  # None: the files do not say which
+    identity: TargetIdentity | None = None,  # with `target`
     calibration: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the model card README.md and the drafter: `<drafter>.gguf`, or config.json and model.safetensors; beside it
     calibration.json, the temperatures of its confidences, where it has been calibrated.
 
-    What was written is re-read and compared with the drafter before this returns.
+    Nothing is written where the engine cannot serve the drafter. What was written is re-read and compared with the
+    drafter before this returns.
     """
-    foreign = next(folder.glob(CONFIG if engine == "gguf" else "*.gguf"), None)
+    foreign = next(folder.glob(CONFIG if engine is Engine.gguf else f"{type(drafter).__name__.lower()}.gguf"), None)
     if foreign is not None:
         raise ValueError(f"out={folder} holds {foreign.name}, made for another engine: choose a folder for this one")
+    drafter.serving(engine)  # refuses
     if calibration is not None:
         write_json(folder / CALIBRATION, calibration)
     else:
         (folder / CALIBRATION).unlink(missing_ok=True)  # of what was exported here before
-    if engine == "gguf":
+    if engine is Engine.gguf:
         path = folder / f"{type(drafter).__name__.lower()}.gguf"
-        write_gguf_drafter(drafter, path, dtype=dtype, tokens=tokens)
+        vocabulary = None if target is None else drafter_vocabulary(load_tokenizer(target), drafter.spec.vocab_size)
+        write_gguf_drafter(drafter, path, dtype=dtype, vocabulary=vocabulary)
         write_text(folder / "README.md", card)
     else:
-        _export_folder(drafter, folder, engine=engine, dtype=dtype, card=card)
+        about = {} if identity is None else {"target": asdict(identity)}  # refused beside another target
+        if engine is Engine.speculators and target is not None:
+            verifier = {"name_or_path": target.path, "architectures": load_hf_config(target).architectures or []}
+            about["speculators_config"] = {"verifier": verifier}
+        _export_folder(drafter, folder, engine=engine, dtype=dtype, card=card, about=about)
 
 
-def _export_folder(drafter: Drafter, folder: Path, *, engine: str, dtype: torch.dtype, card: str) -> None:
+def _export_folder(
+    drafter: Drafter,
+    folder: Path,
+    *,
+    engine: Engine,
+    dtype: torch.dtype,
+    card: str,
+    about: Mapping[str, Mapping[str, Any]],  # fields beyond those of the drafter
+) -> None:
     serving = drafter.serving(engine)
-    weights = {serving.renames.get(name, name): tensor for name, tensor in drafter.state_dict().items()}
-    if serving.with_embedding:
-        weights |= {"embed_tokens.weight": drafter.embedding, "lm_head.weight": drafter.head}
-    # clone: a tied target's embedding and head share memory, which safetensors refuses
-    weights = {name: tensor.detach().to("cpu", dtype).contiguous().clone() for name, tensor in weights.items()}
-    config = {**deepspec_base_config(drafter.spec), **serving.config, "dtype": str(dtype).removeprefix("torch.")}
+    weights = {name: _stored(tensor, dtype) for name, tensor in serving.tensors.items()}
+    config = {**serving.config, "dtype": str(dtype).removeprefix("torch.")}
+    config |= {key: {**config.get(key, {}), **value} for key, value in about.items()}
     write_atomic(folder / WEIGHTS, lambda path: save_file(weights, path, metadata={"format": "pt"}))
     write_text(folder / "README.md", card)
     write_json(folder / CONFIG, config)  # last: without it no loader takes the folder for a drafter
-    again = load_drafter(folder).drafter
-    for name, tensor in drafter.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor.cpu().to(dtype)), f"{name} changed on the way to {folder}"
+    _check_written(drafter, folder, engine, weights, dtype)
 
 
-def deepspec_base_config(spec: TargetSpec) -> dict[str, Any]:
-    """The fields that DeepSpec copies from a Qwen3 target config, filled from any target's sizes."""
-    rope = dict(spec.rope_parameters)
-    return {
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": spec.bos_token_id,
-        "eos_token_id": spec.eos_token_ids[0] if spec.eos_token_ids else None,
-        "head_dim": spec.head_dim,
-        "hidden_act": spec.hidden_act,
-        "hidden_size": spec.hidden_size,
-        "initializer_range": spec.initializer_range,
-        "intermediate_size": spec.intermediate_size,
-        "max_position_embeddings": spec.max_position_embeddings,
-        "max_window_layers": 28,
-        "model_type": "qwen3",
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "num_target_layers": spec.num_layers,
-        "pad_token_id": spec.pad_token_id,
-        "rms_norm_eps": spec.rms_norm_eps,
-        "rope_parameters": rope,
-        "rope_theta": rope["rope_theta"],  # transformers 4 reads it here and would otherwise use 10,000
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "use_cache": True,
-        "use_sliding_window": False,
-        "vocab_size": spec.vocab_size,
-    }
+def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    tensor = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
+    return tensor.contiguous().clone()  # a tied target's embedding and head share memory, which safetensors refuses
+
+
+def _check_written(
+    drafter: Drafter, folder: Path, engine: Engine, weights: Mapping[str, Tensor], dtype: torch.dtype
+) -> None:
+    """Read as any other checkpoint and written once more it must be the same: every field and tensor was understood."""
+    again = load_drafter(folder, target=drafter.spec).drafter.bind(drafter.embedding, drafter.head)
+    own, found = drafter.serving(engine), again.serving(engine)
+    differing = [key for key in own.config.keys() | found.config.keys() if own.config.get(key) != found.config.get(key)]
+    assert not differing, f"{folder / CONFIG}: read back otherwise: {sorted(differing)}"
+    assert weights.keys() == found.tensors.keys(), f"{folder}: {sorted(weights.keys() ^ found.tensors.keys())}"
+    for name, tensor in weights.items():
+        assert torch.equal(_stored(found.tensors[name], dtype), tensor), f"{name} changed on the way to {folder}"
+
+
+def serve_command(drafter: Drafter, engine: Engine, target: str, *, calibrated: bool = False) -> str:
+    """Markdown for the model card: how `engine` serves what was exported for it."""
+    config, drafts = drafter.serving(engine).config, drafter.num_draft_tokens
+    if engine is Engine.gguf:
+        name = f"{type(drafter).__name__.lower()}.gguf"
+        return _command(
+            f"llama-server --model TARGET.gguf --spec-draft-model {name} --spec-type {speculative_type(config)}",
+            f"  --spec-draft-n-max {drafts}",
+        )
+    method = config.get("speculators_model_type") or METHODS[config["architectures"][0]]
+    if engine is Engine.sglang:
+        own = {
+            "eagle3": f"--speculative-num-steps {drafts} --speculative-eagle-topk 1 "
+            f"--speculative-num-draft-tokens {drafts + 1}",
+            "dflash": f"--speculative-dflash-block-size {drafts + 1}",
+            "dspark": f"--speculative-dspark-block-size {drafts}",
+        }[method]
+        scaled = ["  --speculative-dspark-confidence-sts-path THIS_FOLDER/calibration.json"] if calibrated else []
+        return _command(
+            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {method.upper()}",
+            f"  --speculative-draft-model-path THIS_FOLDER {own}",
+            *scaled,
+        )
+    options = {"method": method, "model": "THIS_FOLDER", "num_speculative_tokens": drafts}
+    text = _command(
+        f"vllm serve {target} --speculative-config",
+        f"  '{json.dumps(options | {'draft_sample_method': 'probabilistic'})}'",
+    )
+    if engine is Engine.deepspec:
+        served = config["architectures"] == ["Qwen3DSparkModel"] and config["markov_rank"] > 0
+        return "For DeepSpec's evaluator. " + (
+            f"vLLM reads it, too:\n\n{text}" if served else "To serve it, export it with engine=vllm or engine=sglang."
+        )
+    return (
+        text
+        + "\n\nWithout `draft_sample_method` drafts are greedy, which is as lossless and accepts less when sampling."
+    )
+
+
+def _command(*lines: str) -> str:
+    return "```\n" + " \\\n".join(lines) + "\n```"

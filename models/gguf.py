@@ -1,6 +1,7 @@
-"""GGUF files, which llama.cpp loads: a plain writer, and drafters in the shape of llama.cpp's architecture `dflash`.
+"""GGUF files, which llama.cpp loads: a plain writer, and drafters as its architectures `dflash` and `eagle3`.
 
-What to write comes from `Drafter.serving("gguf")`; embedding and head are left out, since llama.cpp lends the target's.
+What to write comes from `Drafter.serving(Engine.gguf)`; embedding and head are left out where they are the target's,
+which llama.cpp lends. An entry k of target_layers means the stream that enters layer k: the output of our layer k - 1.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,17 +14,18 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from torch import Tensor
 
-from models.base import Drafter, Serving, SlotLayout
+from models.base import Drafter, Engine, Serving, SlotLayout
 from models.block import BlockDrafter
 from models.files import write_atomic
 from models.layers import Rotary
 from models.spec import TargetSpec
 
-ARCHITECTURE, TOKENS = "general.architecture", "tokenizer.ggml.tokens"
+ARCHITECTURE, TOKENIZER, TOKENS = "general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.tokens"
 _TENSOR_TYPES = {
     torch.float32: GGMLQuantizationType.F32,
     torch.float16: GGMLQuantizationType.F16,
     torch.bfloat16: GGMLQuantizationType.BF16,
+    torch.int64: GGMLQuantizationType.I64,
 }
 _SCALAR_TYPES = {
     bool: GGUFValueType.BOOL,
@@ -51,21 +53,26 @@ TARGETS = ("llama", "mistral", "qwen3", "qwen3_moe")
 ROTARY_TYPES = ("default", "linear", "llama3")  # those that only divide frequencies
 
 
-def write_gguf_drafter(drafter: Drafter, path: Path, *, dtype: torch.dtype, tokens: Sequence[str | None]) -> None:
-    """Write one drafter file. `tokens`: the target's token strings by id; ids without one get a stand-in.
-
-    A drafter that predicts from the anchor without a Markov head gets a zero one of rank 1. It changes no draft, and
-    its name is what llama.cpp tells the slot layout by.
-    """
-    serving = drafter.serving("gguf")
-    assert not serving.with_embedding, "llama.cpp takes embedding and head from the target"
-    tensors = {serving.renames[name]: tensor for name, tensor in drafter.state_dict().items()}
-    vocab_size = drafter.spec.vocab_size
-    if serving.config["dflash.sample_from_anchor"] and "markov_w1.weight" not in tensors:
-        tensors |= {name: torch.zeros(vocab_size, 1) for name in ("markov_w1.weight", "markov_w2.weight")}
+def write_gguf_drafter(
+    drafter: Drafter, path: Path, *, dtype: torch.dtype, vocabulary: Mapping[str, Any] | None = None
+) -> None:
+    """Write one drafter file. `vocabulary`: the target's tokenizer as GGUF keys (models/gguf_target.py); None:
+    stand-ins, which are all that llama.cpp needs, since drafts are token ids."""
+    serving = drafter.serving(Engine.gguf)
+    if vocabulary is None:
+        vocabulary = {TOKENIZER: "llama", TOKENS: distinct_tokens((), drafter.spec.vocab_size)}
+    tensors = serving.tensors
     if drafter.spec.rope_parameters.get("rope_type", "default") != "default":
-        tensors["rope_freqs.weight"] = rotary_factors(drafter.spec)
-    write_gguf(path, {**serving.config, TOKENS: distinct_tokens(tokens, vocab_size)}, tensors, dtype=dtype)
+        tensors = {**tensors, "rope_freqs.weight": rotary_factors(drafter.spec)}
+    write_gguf(path, {**vocabulary, **serving.config}, tensors, dtype=dtype)
+
+
+def speculative_type(metadata: Mapping[str, Any]) -> str:
+    """llama.cpp's --spec-type for a drafter file. Without it an EAGLE-3 drafts nothing; block drafters it tells apart
+    by their Markov head."""
+    if metadata[ARCHITECTURE] == "eagle3":
+        return "draft-eagle3"
+    return "draft-dspark" if metadata["dflash.sample_from_anchor"] else "draft-dflash"
 
 
 def distinct_tokens(tokens: Sequence[str | None], vocab_size: int) -> list[str]:
@@ -95,11 +102,11 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Te
     """Write a GGUF file, re-read it and compare every key and tensor; only then does `path` exist.
 
     bool, int (uint32), float (float32), str, list[int] (int32) and list[str] are what metadata may hold. Matrices are
-    written as `dtype`, vectors (norms, biases) always as float32.
+    written as `dtype`, vectors (norms, biases) always as float32, token ids as int64.
     """
-    if dtype not in _TENSOR_TYPES:
+    if dtype not in _TENSOR_TYPES or not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype} cannot be written to GGUF; choose float32, bfloat16 or float16")
-    arrays = {name: _array(tensor, dtype if tensor.ndim > 1 else torch.float32) for name, tensor in tensors.items()}
+    arrays = {name: _array(tensor, _stored_as(tensor, dtype)) for name, tensor in tensors.items()}
 
     def write(temporary: Path) -> None:
         writer = GGUFWriter(temporary, metadata[ARCHITECTURE])
@@ -118,49 +125,100 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Te
     write_atomic(path, write)
 
 
-def dflash_backbone(drafter: BlockDrafter) -> Serving:
-    """Metadata and tensor names of a block drafter's backbone; heads are added by the drafter.
-
-    An entry k of target_layers means the stream that enters layer k, which is the output of our layer k - 1.
-    Raises ValueError on a target or an option that llama.cpp cannot serve.
-    """
-    check_backbone(drafter)
-    spec, in_place = drafter.spec, drafter.slot_layout is SlotLayout.in_place
-    own = {
+def layer_keys(spec: TargetSpec, *, num_layers: int) -> dict[str, Any]:
+    """Sizes of decoder layers under llama.cpp's names, without the architecture in front."""
+    return {
         "context_length": spec.max_position_embeddings,
         "embedding_length": spec.hidden_size,
-        "block_count": drafter.config.num_layers,
+        "block_count": num_layers,
         "feed_forward_length": spec.intermediate_size,
         "attention.head_count": spec.num_heads,
         "attention.head_count_kv": spec.num_kv_heads,
         "attention.key_length": spec.head_dim,
         "attention.value_length": spec.head_dim,
         "attention.layer_norm_rms_epsilon": float(spec.rms_norm_eps),
-        "attention.causal": False,
         "rope.freq_base": float(spec.rope_parameters["rope_theta"]),
         "rope.dimension_count": spec.head_dim,
+    }
+
+
+def layer_names(num_layers: int) -> dict[str, str]:
+    """Modules of decoder layers: our names and llama.cpp's."""
+    return {
+        f"layers.{index}.{ours}": f"blk.{index}.{theirs}"
+        for index in range(num_layers)
+        for ours, theirs in LAYER_NAMES.items()
+    }
+
+
+def renamed(tensors: Mapping[str, Tensor], modules: Mapping[str, str]) -> dict[str, Tensor]:
+    """Every tensor under its module's other name, which must be among `modules`."""
+    found = {}
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        found[f"{modules[module]}.{kind}"] = tensor
+    return found
+
+
+def neighbours(weight: Tensor, head_dim: int) -> Tensor:
+    """Rows [H*d, ...] of a projection to queries or keys, for attention that rotates neighbours instead of halves."""
+    return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def dflash_file(drafter: BlockDrafter, heads: Mapping[str, str], own: Mapping[str, Any]) -> Serving:
+    """A block drafter. `heads`: our modules beyond the backbone and llama.cpp's names; `own`: their keys.
+
+    One that predicts from the anchor without a Markov head gets a zero one of rank 1. It changes no draft, and its name
+    is what llama.cpp tells the slot layout by. Raises ValueError on what llama.cpp cannot serve.
+    """
+    layer_ids, window = list(drafter.target_layer_ids), drafter.config.sliding_window
+    check_target(drafter.spec, layer_ids)
+    if window is not None:
+        raise refused(f"model.sliding_window={window}", "it needs null")
+    spec, in_place = drafter.spec, drafter.slot_layout is SlotLayout.in_place
+    keys = layer_keys(spec, num_layers=drafter.config.num_layers) | {
+        "attention.causal": False,
         "block_size": drafter.num_draft_tokens + in_place,
         "sample_from_anchor": not in_place,
-        "target_layers": [index + 1 for index in drafter.target_layer_ids],
+        "has_confidence_head": False,  # absent would mean true
+        "target_layers": [index + 1 for index in layer_ids],
+        **own,
     }
-    metadata = {
-        ARCHITECTURE: "dflash",
-        "tokenizer.ggml.model": "llama",  # any type that keeps the mask id: drafts are token ids, not text
-        "tokenizer.ggml.mask_token_id": drafter.mask_token_id,
-        **{f"dflash.{key}": value for key, value in own.items()},
-    }
-    renames = {"fc": "fc", "hidden_norm": "enc.output_norm", "norm": "output_norm"}
-    for index in range(drafter.config.num_layers):
-        renames |= {f"layers.{index}.{ours}": f"blk.{index}.{theirs}" for ours, theirs in LAYER_NAMES.items()}
-    renames = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in renames.items()}
-    return Serving(config=metadata, renames=renames, with_embedding=False)
+    modules = {"fc": "fc", "hidden_norm": "enc.output_norm", "norm": "output_norm"}
+    modules |= {**layer_names(drafter.config.num_layers), **heads}
+    tensors = renamed(drafter.state_dict(), modules)
+    if not in_place and "markov_w1.weight" not in tensors:
+        tensors |= {name: torch.zeros(spec.vocab_size, 1) for name in ("markov_w1.weight", "markov_w2.weight")}
+    metadata = {ARCHITECTURE: "dflash", "tokenizer.ggml.mask_token_id": drafter.mask_token_id}
+    return Serving(metadata | {f"dflash.{key}": value for key, value in keys.items()}, tensors)
 
 
-def check_backbone(drafter: BlockDrafter) -> None:
+def pair_layer_file(
+    spec: TargetSpec, layer_ids: tuple[int, ...], weights: Mapping[str, Tensor], own: Mapping[str, Any]
+) -> Serving:
+    """An EAGLE-3 drafter from its weights under published names; `own` are keys of its options. A reduced vocabulary is
+    a list of token ids here, not of offsets, and positions rotate neighbours, not halves."""
+    check_target(spec, list(layer_ids))
+    keys = {
+        **layer_keys(spec, num_layers=1),
+        "target_hidden_size": spec.hidden_size,
+        "target_layers": [index + 1 for index in layer_ids],
+        **own,
+    }
+    modules = {"fc": "fc", "input_norm": "enc.output_norm", "norm": "output_norm", "lm_head": "output"}
+    modules |= {**layer_names(1), "layers.0.hidden_norm": "blk.0.attn_norm_2"}
+    tensors = renamed({name: tensor for name, tensor in weights.items() if name not in ("d2t", "t2d")}, modules)
+    for name in ("blk.0.attn_q.weight", "blk.0.attn_k.weight"):
+        tensors[name] = neighbours(tensors[name], spec.head_dim)
+    if "d2t" in weights:
+        tensors["d2t"] = weights["d2t"] + torch.arange(len(weights["d2t"]), device=weights["d2t"].device)
+    return Serving({ARCHITECTURE: "eagle3"} | {f"eagle3.{key}": value for key, value in keys.items()}, tensors)
+
+
+def check_target(spec: TargetSpec, layer_ids: list[int]) -> None:
     """Raises ValueError naming the first thing that llama.cpp would refuse, abort on or silently compute otherwise."""
-    spec, layer_ids = drafter.spec, list(drafter.target_layer_ids)
     last, rope_type = spec.num_layers - 1, spec.rope_parameters.get("rope_type", "default")
-    window, partial = drafter.config.sliding_window, spec.rope_parameters.get("partial_rotary_factor", 1)
+    partial = spec.rope_parameters.get("partial_rotary_factor", 1)
     problems = [
         (last in layer_ids, f"target_layer_ids={layer_ids}", f"it needs layers below {last}: train with such layers"),
         (
@@ -168,7 +226,6 @@ def check_backbone(drafter: BlockDrafter) -> None:
             f"target model_type={spec.model_type}",
             f"it needs one of {', '.join(TARGETS)}",
         ),
-        (window is not None, f"model.sliding_window={window}", "it needs null"),
         (partial != 1, f"target partial_rotary_factor={partial}", "it needs 1"),
         (spec.hidden_act != "silu", f"target hidden_act={spec.hidden_act}", "it needs silu"),
         (rope_type not in ROTARY_TYPES, f"target rope_type={rope_type}", f"it needs one of {', '.join(ROTARY_TYPES)}"),
@@ -177,7 +234,11 @@ def check_backbone(drafter: BlockDrafter) -> None:
     ]
     for wrong, what, need in problems:
         if wrong:
-            raise ValueError(f"engine=gguf cannot write a drafter with {what}: {need}, or choose engine=deepspec")
+            raise refused(what, need)
+
+
+def refused(what: str, need: str) -> ValueError:
+    return ValueError(f"engine=gguf cannot write a drafter with {what}: {need}, or choose another engine")
 
 
 def _types(key: str, value: Any) -> tuple[GGUFValueType, GGUFValueType | None]:
@@ -187,9 +248,14 @@ def _types(key: str, value: Any) -> tuple[GGUFValueType, GGUFValueType | None]:
     return _SCALAR_TYPES[type(value)], None
 
 
+def _stored_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    if not tensor.is_floating_point():
+        return torch.int64
+    return dtype if tensor.ndim > 1 else torch.float32
+
+
 def _array(tensor: Tensor, dtype: torch.dtype) -> tuple[np.ndarray, GGMLQuantizationType]:
     """numpy has no bfloat16: its bytes are handed over as they are."""
-    assert tensor.is_floating_point(), tensor.dtype
     tensor = tensor.detach().to("cpu", dtype).contiguous()
     raw = tensor.view(torch.uint8) if dtype is torch.bfloat16 else tensor
     return raw.numpy(), _TENSOR_TYPES[dtype]

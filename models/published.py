@@ -18,13 +18,15 @@ from models.block import BlockConfig
 from models.dflash import DFlash, DFlashConfig
 from models.dspark import DSpark, DSparkConfig, MarkovHeadType
 from models.eagle3 import Eagle3, Eagle3Config
+from models.engines import MARKOV
 from models.losses import LossWeights
 from models.spec import TargetSpec, spread_layer_ids
 from models.speculators import as_published, is_speculators
 
 # Sizes that transformers would fill with some model's values if they were absent; the second line a Qwen3's only.
-SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps")
-QWEN3_SIZES = ("num_key_value_heads", "head_dim", "hidden_act")
+SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+SIZES += ("rms_norm_eps", "max_position_embeddings")
+QWEN3_SIZES = ("head_dim", "hidden_act")
 
 
 # Of dtypes that stand for each other in files.
@@ -102,10 +104,13 @@ def misfit(name: str, found: Tensor, shape: Sequence[int], dtype: torch.dtype) -
 
 
 def _with_frozen_copies(drafter: Drafter, tensors: dict[str, Tensor]) -> Published:
+    """Both or, for engines that lend the target's, neither."""
     rest = dict(tensors)
     embedding, head = rest.pop("embed_tokens.weight", None), rest.pop("lm_head.weight", None)
+    if embedding is None and head is None:
+        return Published(drafter, rest)
     if embedding is None or head is None:
-        raise ValueError("a DeepSpec checkpoint holds embed_tokens.weight and lm_head.weight")
+        raise ValueError("of embed_tokens.weight and lm_head.weight one is missing: a checkpoint holds both or neither")
     shape = drafter.spec.vocab_size, drafter.spec.hidden_size
     copies = {"embed_tokens.weight": embedding, "lm_head.weight": head}
     problems = [misfit(name, copy, shape, torch.float32) for name, copy in copies.items()]
@@ -118,9 +123,17 @@ def _with_frozen_copies(drafter: Drafter, tensors: dict[str, Tensor]) -> Publish
 
 
 def _read_dspark(config: Mapping[str, Any], tensors: dict[str, Tensor], spec: TargetSpec) -> Published:
+    """Here block_size counts proposals, in either layout."""
     in_place = not config.get("sample_from_anchor", True)
+    if config.get("dspark_bonus_anchor", in_place) != in_place:
+        raise ValueError(
+            f"sample_from_anchor={not in_place} and dspark_bonus_anchor={not in_place} contradict each other: one of "
+            "them must be false"
+        )
     rank, confidence = config["markov_rank"], config["enable_confidence_head"]
-    options = _block_options(config, in_place=in_place)
+    if rank == 1 and _is_zero(tensors, MARKOV):  # what engines get that cannot do without one
+        rank, tensors = 0, {name: tensor for name, tensor in tensors.items() if name not in MARKOV}
+    options = _block_options(config, in_place=in_place, num_draft_tokens=config["block_size"])
     places = {"target_layer_ids": tuple(config["target_layer_ids"]), "mask_token_id": config["mask_token_id"]}
     if not rank and not confidence:
         return _with_frozen_copies(DFlash(DFlashConfig(**options), spec, **places), tensors)
@@ -140,18 +153,22 @@ def _read_zlab(config: Mapping[str, Any], tensors: dict[str, Tensor], spec: Targ
     merged = {**config, **(config.get("dflash_config") or {})}
     if merged.get("sample_from_anchor"):
         raise ValueError("architecture DFlashDraftModel is in_place, but sample_from_anchor=true says anchor_first")
-    own = DFlashConfig(**_block_options(merged, in_place=True))
+    own = DFlashConfig(**_block_options(merged, in_place=True, num_draft_tokens=merged["block_size"] - 1))
     layer_ids = merged.get("target_layer_ids") or spread_layer_ids(spec.num_layers, own.num_layers)
     return Published(
         DFlash(own, spec, target_layer_ids=tuple(layer_ids), mask_token_id=merged["mask_token_id"]), tensors
     )
 
 
-def _block_options(config: Mapping[str, Any], *, in_place: bool) -> dict[str, Any]:
+def _is_zero(tensors: Mapping[str, Tensor], names: Sequence[str]) -> bool:
+    return all(name in tensors and not tensors[name].any() for name in names)
+
+
+def _block_options(config: Mapping[str, Any], *, in_place: bool, num_draft_tokens: int) -> dict[str, Any]:
     """The fields of `BlockConfig`; loss options, which no file holds, as published for DFlash."""
     options = BlockConfig(
         num_layers=config["num_hidden_layers"],
-        num_draft_tokens=config["block_size"] - in_place,
+        num_draft_tokens=num_draft_tokens,
         slot_layout=SlotLayout.in_place if in_place else SlotLayout.anchor_first,
         sliding_window=_window(config),
         decay=None,
@@ -214,7 +231,7 @@ def _read_classic_eagle3(config: Mapping[str, Any], tensors: dict[str, Tensor], 
     options = _eagle3_options(
         config,
         num_draft_tokens=config.get("ttt_length", 7),
-        qk_norm="layers.0.self_attn.q_norm.weight" in rest,
+        qk_norm=config.get("model_type") == "qwen3",
         draft_vocab_size=draft_size if "d2t" in rest else None,
         own_head="lm_head.weight" in rest,
     )
@@ -251,12 +268,19 @@ def _classic_layer_ids(config: Mapping[str, Any], num_layers: int) -> tuple[int,
     speculators, llama.cpp), one more than the output's id. The same name inside `eagle_config` means that in vLLM and
     outputs in SGLang; only both engines' defaults tell them apart. Without any, the paper's layers are taken.
     """
-    if "target_layer_ids" in config:
-        return tuple(config["target_layer_ids"])
     key, outputs = "eagle_aux_hidden_state_layer_ids", (1, num_layers // 2 - 1, num_layers - 4)
+    ids = (config.get("eagle_config") or {}).get(key)
+    if "target_layer_ids" in config:
+        given = list(config["target_layer_ids"])
+        passed = [i + 1 for i in given]
+        if config.get(key, passed) != passed or ids not in (None, given, passed):
+            raise ValueError(
+                f"target_layer_ids={given} (outputs) and {key}={config.get(key)} (layers passed, one more), in "
+                f"eagle_config {ids}, contradict each other"
+            )
+        return tuple(given)
     if config.get(key):
         return tuple(i - 1 for i in config[key])
-    ids = (config.get("eagle_config") or {}).get(key)
     if not ids or tuple(ids) in (outputs, tuple(i + 1 for i in outputs)):
         return outputs
     raise ValueError(
@@ -270,4 +294,5 @@ READERS: dict[str, Callable[[Mapping[str, Any], dict[str, Tensor], TargetSpec], 
     "DFlashDraftModel": _read_zlab,
     "Qwen3Eagle3Model": _read_deepspec_eagle3,
     "LlamaForCausalLMEagle3": _read_classic_eagle3,
+    "Eagle3Qwen3ForCausalLM": _read_classic_eagle3,  # vLLM's, with norms on queries and keys
 }

@@ -31,13 +31,13 @@ def as_published(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _eagle3(config: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str, Any]:
-    methods = (config.get("speculators_config") or {}).get("proposal_methods") or []
-    if not methods:
+    drafts = _num_drafts(config)
+    if drafts is None:
         raise ValueError("missing speculators_config.proposal_methods, which says how many tokens are drafted")
     size, whole = config.get("draft_vocab_size"), layers["vocab_size"]
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "ttt_length": methods[0]["speculative_tokens"],
+        "ttt_length": drafts,
         "eagle_aux_hidden_state_layer_ids": _counts(config, "eagle_aux_hidden_state_layer_ids"),
         "norm_before_residual": config["norm_before_residual"],  # where it is absent engines differ
         "draft_vocab_size": None if size in (None, whole) else size,
@@ -51,17 +51,29 @@ def _block(config: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str, An
         raise ValueError(
             f"draft_vocab_size={size} of {whole} tokens: block drafters of a reduced vocabulary are not supported"
         )
+    in_place = not config["sample_from_anchor"]  # where it is absent engines differ
+    if config["speculators_model_type"] == "dflash" and not in_place:
+        raise ValueError("speculators_model_type=dflash with sample_from_anchor=true is served by no engine")
+    drafts, block_size = _num_drafts(config), config["block_size"]
+    if drafts not in (None, block_size - in_place):
+        raise ValueError(
+            f"block_size={block_size} with sample_from_anchor={not in_place} drafts {block_size - in_place} tokens, "
+            f"but speculators_config says {drafts}: one of the three is wrong"
+        )
     found = {
         "architectures": ["Qwen3DSparkModel"],
+        "block_size": block_size - in_place,  # of proposals
         "target_layer_ids": [count - 1 for count in _counts(config, "aux_hidden_state_layer_ids")],
-        "sample_from_anchor": config["sample_from_anchor"],  # where it is absent engines differ
         "is_causal": not config.get("sliding_window_non_causal", False),  # of sliding layers
     }
     if config["speculators_model_type"] == "dflash":
-        if config["sample_from_anchor"]:
-            raise ValueError("speculators_model_type=dflash with sample_from_anchor=true is served by no engine")
         found |= {"markov_rank": 0, "enable_confidence_head": False}
     return found
+
+
+def _num_drafts(config: Mapping[str, Any]) -> int | None:
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or []
+    return methods[0]["speculative_tokens"] if methods else None
 
 
 def _counts(config: Mapping[str, Any], key: str) -> list[int]:

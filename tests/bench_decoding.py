@@ -19,7 +19,8 @@ from eval.decode import DecodeConfig, decode
 from eval.schedule import FIXED
 from eval.tasks import render_prompts
 from eval.verify import Rule
-from models.checkpoint import load_drafter, resolve_folder
+from models.checkpoint import load_drafter
+from models.drafter_files import resolve_folder
 from models.dspark import DSpark
 from models.sampling import GREEDY
 from models.target import Target, load_target, load_tokenizer
@@ -50,7 +51,7 @@ def measure() -> tuple[list[dict[str, Any]], list[str]]:
         return [], [f"decoding: not measured, {DEMO} holds no drafter (make demo)"]
     config = embedded_target()
     target = load_target(config, torch.device("cpu"))
-    drafter = load_drafter(resolve_folder(DEMO), target=target.spec).drafter
+    drafter = load_drafter(resolve_folder(str(DEMO)), target=target.spec).drafter
     assert isinstance(drafter, DSpark)
     drafter.bind(target.embedding, target.head)
     target = target.capturing(drafter.target_layer_ids)

@@ -23,7 +23,7 @@ from eval.rounds import Generation
 from eval.schedule import Schedule, ScheduleName
 from eval.stats import Pass, acceptance_stats
 from eval.verify import Rule
-from models.base import Drafter
+from models.base import Drafter, Engine
 from models.checkpoint import load_drafter
 from models.export import export_drafter
 from models.files import write_json
@@ -150,7 +150,7 @@ def check_export(setting: Setting) -> tuple[bool, str, dict[str, Any]]:
     target = small_target(setting.device)
     drafter = small_drafter(setting, target, "dspark")
     with tempfile.TemporaryDirectory() as folder:
-        export_drafter(drafter, Path(folder), engine="deepspec", dtype=torch.float32, card="")
+        export_drafter(drafter, Path(folder), engine=Engine.deepspec, dtype=torch.float32, card="")
         again = load_drafter(Path(folder), target=target.spec).drafter
     again = again.to(setting.device).bind(target.embedding, target.head).eval()
     before, after = ([(g.tokens, g.rounds) for g in generate(target, one)] for one in (drafter, again))

@@ -22,11 +22,18 @@ class Served:
 
 
 def serve(
-    target: Path, draft: Path, prompts: Sequence[list[int]], *, num_draft_tokens: int, num_tokens: int, threshold: float
+    target: Path,
+    draft: Path,
+    prompts: Sequence[list[int]],
+    *,
+    num_draft_tokens: int,
+    num_tokens: int,
+    threshold: float,
+    kind: str | None = None,
 ) -> list[Served]:
-    """Answer token-id prompts one after the other, in float32. The kind of drafter is left to llama.cpp to find out."""
+    """Answer token-id prompts one after the other, in float32. `kind` is --spec-type; None: llama.cpp finds it out."""
     request = {"target": str(target), "draft": str(draft), "prompts": list(prompts), "num_tokens": num_tokens}
-    request |= {"num_draft_tokens": num_draft_tokens, "threshold": threshold}
+    request |= {"num_draft_tokens": num_draft_tokens, "threshold": threshold, "kind": kind}
     done = subprocess.run(
         [sys.executable, __file__], input=json.dumps(request), capture_output=True, text=True, timeout=TIMEOUT_S
     )
@@ -46,6 +53,9 @@ def main() -> None:
     params.flash_attn_type = engine.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     draft = params.speculative.draft
     draft.mparams.path, draft.n_max, draft.p_min = request["draft"], request["num_draft_tokens"], request["threshold"]
+    if request["kind"] is not None:
+        types = {kind.name: kind for kind in engine.common_speculative_type}
+        params.speculative.types = [types[f"COMMON_SPECULATIVE_TYPE_{request['kind'].upper().replace('-', '_')}"]]
     for part in (params, draft):  # float16 by default
         part.cache_type_k = part.cache_type_v = engine.ggml_type.GGML_TYPE_F32
     server = engine.Server(params)

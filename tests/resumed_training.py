@@ -23,7 +23,7 @@ from torch import Tensor
 
 from data.run import asked_for_fsdp, start_processes
 from data.store import FeatureStore
-from models.checkpoint import step_folders
+from models.drafter_files import step_folders
 from models.files import read_json, write_json
 from models.target import Target, TargetConfig, TargetIdentity, load_target, target_identity
 from tests.conftest import TINY_LAYER_IDS, build_dspark, files_of

@@ -21,7 +21,7 @@ from eval.calibrate import (
 )
 from eval.rounds import Generation, Round
 from eval.schedule import Scaling, calibrated
-from models.checkpoint import CALIBRATION
+from models.drafter_files import CALIBRATION
 from models.files import write_json
 
 TRUE = [1.6, 0.7, 2.2]  # the temperatures that were left out of the confidences

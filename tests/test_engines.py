@@ -25,14 +25,15 @@ from eval.decode import DecodeConfig, decode
 from eval.rounds import Generation
 from eval.schedule import Schedule, ScheduleName
 from eval.verify import Rule
-from models.base import Serving, SlotLayout
-from models.block import BlockDrafter
+from models.base import Drafter, Engine, Serving, SlotLayout
 from models.dflash import DFlash
 from models.dspark import DSpark
+from models.eagle3 import Eagle3
 from models.export import export_drafter
+from models.gguf import speculative_type
 from models.sampling import SamplingConfig
 from models.target import Target, TargetConfig
-from tests.conftest import build_drafter, build_dspark, dflash_config, train_briefly
+from tests.conftest import build_drafter, build_dspark, dflash_config, eagle3_config, train_briefly
 from tests.gguf_target import write_target
 from tests.llama_cpp import Served, serve
 
@@ -61,7 +62,7 @@ def endless(tiny_target: Target) -> Target:
     return target
 
 
-def runtime(target: Target, drafter: BlockDrafter, prompts: list[list[int]], threshold: float) -> list[Generation]:
+def runtime(target: Target, drafter: Drafter, prompts: list[list[int]], threshold: float) -> list[Generation]:
     schedule = Schedule(ScheduleName.confidence if threshold else ScheduleName.fixed, threshold)
     config = DecodeConfig(NUM_TOKENS, len(prompts), NUM_DRAFT_TOKENS, Rule.ratio, schedule, GREEDY)
     return decode(target, drafter, prompts, config).generations
@@ -80,7 +81,7 @@ def as_llama_cpp_counts(generation: Generation) -> Served:
 
 def llama_cpp(
     target: Target,
-    drafter: BlockDrafter,
+    drafter: Drafter,
     prompts: list[list[int]],
     folder: Path,
     *,
@@ -89,8 +90,12 @@ def llama_cpp(
 ) -> list[Served]:
     """Export with our own function and serve."""
     write_target(target, folder / "target.gguf", end_token_id=target.spec.eos_token_ids[0])
-    export_drafter(drafter, folder, engine="gguf", dtype=dtype, card="")
+    export_drafter(drafter, folder, engine=Engine.gguf, dtype=dtype, card="")
+    kind = speculative_type(drafter.serving(Engine.gguf).config)
+    if kind != "draft-eagle3":
+        kind = None  # llama.cpp must find it out by itself
     options: dict[str, Any] = {"num_draft_tokens": NUM_DRAFT_TOKENS, "num_tokens": NUM_TOKENS, "threshold": threshold}
+    options["kind"] = kind
     return serve(folder / "target.gguf", folder / f"{type(drafter).__name__.lower()}.gguf", prompts, **options)
 
 
@@ -115,9 +120,24 @@ def scaled_rotary(target: Target, config: TargetConfig, store: FeatureStore) -> 
     return train_briefly(build_dspark(scaled, config), store)
 
 
-@pytest.mark.parametrize("make", [dspark, dflash, dflash_in_place, scaled_rotary])
+def eagle3(target: Target, config: TargetConfig, store: FeatureStore, **options: Any) -> Eagle3:
+    model = eagle3_config(**options)
+    return train_briefly(build_drafter(model, target, config), store, num_steps=150)
+
+
+def eagle3_own_head(target: Target, config: TargetConfig, store: FeatureStore) -> Eagle3:
+    return eagle3(target, config, store, own_head=True, norm_before_residual=True)
+
+
+def eagle3_reduced(target: Target, config: TargetConfig, store: FeatureStore) -> Eagle3:
+    return eagle3(target, config, store, draft_vocab_size=40, norm_before_fc=True)
+
+
+@pytest.mark.parametrize(
+    "make", [dspark, dflash, dflash_in_place, scaled_rotary, eagle3, eagle3_own_head, eagle3_reduced]
+)
 def test_llama_cpp_proposes_and_accepts_what_the_runtime_does(
-    make: Callable[..., BlockDrafter],
+    make: Callable[..., Drafter],
     endless: Target,
     tiny_target_config: TargetConfig,
     tiny_store: FeatureStore,
@@ -175,9 +195,9 @@ def test_a_wrong_export_does_not_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """llama.cpp serves these without a word, and the text is right: only the counts tell."""
-    right = tiny_dspark.serving("gguf")
+    right = tiny_dspark.serving(Engine.gguf)
     assert set(fault) <= set(right.config)
-    wrong = Serving(right.config | fault, right.renames, right.with_embedding)
+    wrong = Serving(right.config | fault, right.tensors)
     monkeypatch.setattr(tiny_dspark, "serving", lambda engine: wrong)
     served = llama_cpp(endless, tiny_dspark, tiny_prompts, tmp_path)
     expected = [as_llama_cpp_counts(g) for g in runtime(endless, tiny_dspark, tiny_prompts, 0.0)]

@@ -12,7 +12,7 @@ from gguf.quants import dequantize
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.base import SlotLayout
+from models.base import Engine, SlotLayout
 from models.dspark import DSpark, MarkovHeadType
 from models.export import export_drafter
 from models.gguf import ARCHITECTURE, distinct_tokens, rotary_factors, write_gguf, write_gguf_drafter
@@ -71,7 +71,8 @@ def test_keys_and_tensors_come_back_as_they_were_given(tmp_path: Path, dtype: to
 
 def test_a_drafter_file_holds_every_weight_and_what_llama_cpp_asks_for(tmp_path: Path, tiny_dspark: DSpark) -> None:
     tokens = ["a", "b", "a", None]
-    write_gguf_drafter(tiny_dspark, tmp_path / "dspark.gguf", dtype=torch.float32, tokens=tokens)
+    vocabulary = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": distinct_tokens(tokens, 55)}
+    write_gguf_drafter(tiny_dspark, tmp_path / "dspark.gguf", dtype=torch.float32, vocabulary=vocabulary)
     fields, tensors = read(tmp_path / "dspark.gguf")
     strings = fields.pop("tokenizer.ggml.tokens")
     assert strings[:4] == ["a", "b", "[UNUSED2]", "[UNUSED3]"] and len(set(strings)) == len(strings) == 55
@@ -109,7 +110,7 @@ def test_an_anchor_first_drafter_without_a_markov_head_gets_a_zero_one(
     tmp_path: Path, tiny_target: Target, tiny_target_config: TargetConfig
 ) -> None:
     drafter = build_dspark(tiny_target, tiny_target_config, **HEADLESS)
-    write_gguf_drafter(drafter, tmp_path / "file.gguf", dtype=torch.float32, tokens=())
+    write_gguf_drafter(drafter, tmp_path / "file.gguf", dtype=torch.float32)
     fields, tensors = read(tmp_path / "file.gguf")
     assert fields["dflash.has_confidence_head"] is False and fields["dflash.sample_from_anchor"] is True
     for name in ("markov_w1.weight", "markov_w2.weight"):
@@ -120,7 +121,7 @@ def test_an_in_place_drafter_counts_its_known_slot_and_has_no_markov_head(
     tmp_path: Path, tiny_target: Target, tiny_target_config: TargetConfig
 ) -> None:
     drafter = build_dspark(tiny_target, tiny_target_config, slot_layout=SlotLayout.in_place, **HEADLESS)
-    write_gguf_drafter(drafter, tmp_path / "file.gguf", dtype=torch.float32, tokens=())
+    write_gguf_drafter(drafter, tmp_path / "file.gguf", dtype=torch.float32)
     fields, tensors = read(tmp_path / "file.gguf")
     assert fields["dflash.block_size"] == 5 and fields["dflash.sample_from_anchor"] is False
     assert "markov_w1.weight" not in tensors
@@ -140,7 +141,7 @@ def test_heads_and_layouts_that_llama_cpp_cannot_serve_are_refused(
 ) -> None:
     drafter = build_dspark(tiny_target, tiny_target_config, **changes)
     with pytest.raises(ValueError, match=message):
-        export_drafter(drafter, tmp_path / "out", engine="gguf", dtype=torch.float32, card="")
+        export_drafter(drafter, tmp_path / "out", engine=Engine.gguf, dtype=torch.float32, card="")
     assert not (tmp_path / "out").exists()
 
 
@@ -160,18 +161,19 @@ def test_targets_that_llama_cpp_cannot_serve_are_refused_with_a_way_out(
 ) -> None:
     drafter = build_dspark(tiny_target, tiny_target_config)
     drafter.spec = replace(drafter.spec, **changes)
-    with pytest.raises(ValueError, match=message + ".*choose engine=deepspec"):
-        drafter.serving("gguf")
+    with pytest.raises(ValueError, match=message + ".*choose another engine"):
+        drafter.serving(Engine.gguf)
 
 
 def test_a_type_that_is_no_weight_type_is_refused(tmp_path: Path, tiny_dspark: DSpark) -> None:
     with pytest.raises(ValueError, match=r"dtype=torch\.float64 cannot be written to GGUF; choose"):
-        write_gguf_drafter(tiny_dspark, tmp_path / "file.gguf", dtype=torch.float64, tokens=())
+        write_gguf_drafter(tiny_dspark, tmp_path / "file.gguf", dtype=torch.float64)
 
 
 def test_two_engines_do_not_share_a_folder(tmp_path: Path, tiny_dspark: DSpark) -> None:
     options: dict[str, Any] = {"dtype": torch.float32, "card": "# A drafter\n"}
-    for first, second, holds in (("deepspec", "gguf", "config.json"), ("gguf", "deepspec", "dspark.gguf")):
+    folder, file = Engine.vllm, Engine.gguf
+    for first, second, holds in ((folder, file, "config.json"), (file, folder, "dspark.gguf")):
         export_drafter(tiny_dspark, tmp_path / first, engine=first, **options)
         before = files_of(tmp_path / first)
         with pytest.raises(ValueError, match=f"out=.* holds {holds}, made for another engine"):
@@ -186,7 +188,7 @@ def test_a_file_that_reads_back_differently_never_takes_its_name(
     tmp_path: Path, tiny_dspark: DSpark, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "dspark.gguf"
-    write_gguf_drafter(tiny_dspark, path, dtype=torch.float32, tokens=())
+    write_gguf_drafter(tiny_dspark, path, dtype=torch.float32)
     before = path.read_bytes()
     add_tensor, add_key_value = GGUFWriter.add_tensor, GGUFWriter.add_key_value
 
@@ -205,7 +207,7 @@ def test_a_file_that_reads_back_differently_never_takes_its_name(
     monkeypatch.setattr(GGUFWriter, "add_key_value", damaged_key)
     for target in (path, tmp_path / "new.gguf"):
         with pytest.raises(AssertionError, match=r"output_norm\.weight|dflash\.block_size"):
-            write_gguf_drafter(tiny_dspark, target, dtype=torch.float32, tokens=())
+            write_gguf_drafter(tiny_dspark, target, dtype=torch.float32)
     assert path.read_bytes() == before and not (tmp_path / "new.gguf").exists()
 
 
@@ -229,7 +231,7 @@ def test_scaled_rotary_positions_are_written_as_divisors(
     rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
     drafter = build_dspark(tiny_target, tiny_target_config)
     drafter.spec = replace(drafter.spec, rope_parameters=rope)
-    write_gguf_drafter(drafter, tmp_path / "scaled.gguf", dtype=torch.bfloat16, tokens=())
+    write_gguf_drafter(drafter, tmp_path / "scaled.gguf", dtype=torch.bfloat16)
     stored = read(tmp_path / "scaled.gguf")[1]["rope_freqs.weight"].data
     torch.testing.assert_close(torch.from_numpy(stored.copy()), torch.full((16,), 4.0))
     assert torch.equal(rotary_factors(tiny_dspark.spec), torch.ones(16))

@@ -14,8 +14,9 @@ from accelerate import Accelerator
 from data.collate import collate
 from data.dataset import TrainingData
 from data.store import FeatureStore
-from models.base import Drafter, SlotLayout
-from models.checkpoint import load_drafter, save_drafter, step_folders
+from models.base import Drafter, Engine, SlotLayout
+from models.checkpoint import load_drafter, save_drafter
+from models.drafter_files import step_folders
 from models.export import export_drafter
 from models.target import Target, load_tokenizer
 from tests.conftest import (
@@ -61,7 +62,7 @@ class Starts:
 
     def start(self, model: Any, folder: Path, *, layer_ids: tuple[int, ...] | None = None) -> Drafter:
         drafter = self.build(model, folder, layer_ids=layer_ids)
-        setup.start_from_folder(drafter, str(folder))
+        setup.start_from_folder(drafter, str(folder), allow_pickle=False)
         return drafter
 
 
@@ -131,7 +132,7 @@ def test_a_run_that_started_from_weights_resumes_to_the_same_bits(plain_runs: Ru
 
 def test_a_run_starts_from_an_exported_dflash(plain_runs: Runs, tmp_path: Path) -> None:
     drafter = enliven(build_drafter(dflash_config(), plain_runs.target, plain_runs.config))
-    export_drafter(drafter, tmp_path, engine="deepspec", dtype=torch.float32, card="")
+    export_drafter(drafter, tmp_path, engine=Engine.deepspec, dtype=torch.float32, card="")
     check_start(plain_runs, tmp_path, dflash_config())
 
 

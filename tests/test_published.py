@@ -14,6 +14,7 @@ from tests.conftest import eagle3_config
 from tests.draft_batches import greedy_sampler
 from tests.published_files import EMBEDDING, HEAD, LAYER_IDS, SIZES, SPEC, build, check_same_drafts, write
 
+QWEN3 = {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}  # vLLM's class with such norms
 CLASSIC = {**SIZES, "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
 
 
@@ -27,7 +28,7 @@ CLASSIC_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full": ({"own_head": True}, {"draft_vocab_size": None}),
     "the target's head": ({}, {}),
     "the target's rows": ({"draft_vocab_size": 20}, {"draft_vocab_size": 20}),
-    "q and k norms": ({"own_head": True, "qk_norm": True}, {}),
+    "q and k norms": ({"own_head": True, "qk_norm": True}, QWEN3),
     "normed residual": ({"own_head": True, "norm_before_residual": True}, {"norm_before_residual": True}),
     "fc norms": ({"own_head": True, "fc_norm": True}, {"fc_norm": True}),
     "fc norms, SGLang's name": ({"own_head": True, "fc_norm": True}, {"use_aux_norm": True}),
@@ -36,7 +37,7 @@ CLASSIC_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "normed feedback": ({"own_head": True, "norm_output": True}, {"norm_output": True}),
     "everything": (
         {"draft_vocab_size": 20, "own_head": True, "qk_norm": True, "fc_norm": True, "norm_output": True},
-        {"draft_vocab_size": 20, "fc_norm": True, "norm_output": True},
+        {**QWEN3, "draft_vocab_size": 20, "fc_norm": True, "norm_output": True},
     ),
 }
 
@@ -48,8 +49,9 @@ def test_classic_eagle3_drafts_as_written(
 ) -> None:
     drafter = build(eagle3_config(num_draft_tokens=7, **options))
     extra = {"embed_tokens.weight": EMBEDDING} if with_embedding else {}
-    loaded = load_drafter(write(tmp_path, {**CLASSIC, **fields}, {**classic_tensors(drafter), **extra}))
-    assert (loaded.format, loaded.bound) == ("LlamaForCausalLMEagle3", False)
+    config = {**CLASSIC, **fields}
+    loaded = load_drafter(write(tmp_path, config, {**classic_tensors(drafter), **extra}))
+    assert ([loaded.format], loaded.bound) == (config["architectures"], False)
     assert isinstance(loaded.drafter, Eagle3) and loaded.drafter.config == drafter.config
     check_same_drafts(loaded.drafter, drafter)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.base import Drafter, SlotLayout
+from models.base import Drafter, Engine, SlotLayout
 from models.checkpoint import load_drafter
 from models.dflash import DFlash
 from models.dspark import DSpark, MarkovHeadType
@@ -145,10 +145,10 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_deepspec_dspark_drafts_as_written(
     tmp_path: Path, options: dict[str, Any], fields: dict[str, Any], in_place: bool
 ) -> None:
-    """sample_from_anchor=false means in_place: of a block of five tokens four are drafts."""
+    """sample_from_anchor=false means in_place; block_size counts proposals in either layout, as engines read it."""
     layout = {"slot_layout": SlotLayout.in_place} if in_place else {}
     drafter = build(dspark_config(num_layers=2, **layout, **options))
-    fields = fields | ({"sample_from_anchor": False, "block_size": 5} if in_place else {})
+    fields = fields | ({"sample_from_anchor": False} if in_place else {})
     loaded = load_drafter(write(tmp_path, {**DEEPSPEC, **fields}, with_copies(drafter)))
     assert (loaded.format, loaded.bound) == ("Qwen3DSparkModel", True)
     assert isinstance(loaded.drafter, DSpark)
@@ -160,7 +160,7 @@ def test_deepspec_dspark_drafts_as_written(
     [
         (SlotLayout.anchor_first, {}),
         (SlotLayout.anchor_first, {"sample_from_anchor": True}),
-        (SlotLayout.in_place, {"sample_from_anchor": False, "block_size": 5}),
+        (SlotLayout.in_place, {"sample_from_anchor": False}),
     ],
 )
 def test_deepspec_without_heads_is_dflash(tmp_path: Path, layout: SlotLayout, fields: dict[str, Any]) -> None:
@@ -217,7 +217,7 @@ def test_a_missing_field_of_deepspec_eagle3_is_named(tmp_path: Path, name: str) 
 def test_deepspec_eagle3_needs_both_copies(tmp_path: Path, name: str) -> None:
     tensors = with_copies(build(eagle3_config(qk_norm=True)))
     del tensors[name]
-    with pytest.raises(ValueError, match=r"holds embed_tokens\.weight and lm_head\.weight"):
+    with pytest.raises(ValueError, match=r"of embed_tokens\.weight and lm_head\.weight one is missing"):
         load_drafter(write(tmp_path, DEEPSPEC_EAGLE3, tensors))
 
 
@@ -236,7 +236,7 @@ def test_what_is_exported_for_deepspec_drafts_as_the_original(tmp_path: Path, ki
         drafter = build(eagle3_config(qk_norm=True), layer_ids=(1, 3, 5, 7, 9))  # the reference fuses five layers
     else:
         drafter = build(dflash_config(num_layers=2))
-    export_drafter(drafter, tmp_path, engine="deepspec", dtype=torch.float32, card="")
+    export_drafter(drafter, tmp_path, engine=Engine.deepspec, dtype=torch.float32, card="")
     check_same_drafts(load_drafter(tmp_path).drafter, drafter)
 
 
@@ -255,17 +255,16 @@ def test_what_is_exported_for_deepspec_drafts_as_the_original(tmp_path: Path, ki
 def test_eagle3_of_another_shape_than_the_references_is_not_exported(tmp_path: Path, changes: dict[str, Any]) -> None:
     drafter = build(eagle3_config(**{"qk_norm": True, **changes}), layer_ids=(1, 3, 5, 7, 9))
     with pytest.raises(ValueError, match="the deepspec format takes only the reference's EAGLE-3"):
-        export_drafter(drafter, tmp_path / "out", engine="deepspec", dtype=torch.float32, card="")
+        export_drafter(drafter, tmp_path / "out", engine=Engine.deepspec, dtype=torch.float32, card="")
     assert not (tmp_path / "out").exists()
 
 
 def test_exports_that_no_engine_can_read_are_refused(tmp_path: Path) -> None:
     refused = [
-        (build(eagle3_config(qk_norm=True)), "deepspec", "five fused layers"),
-        (build(eagle3_config(qk_norm=True)), "vllm", "engine=vllm cannot be written for EAGLE-3"),
-        (build(dflash_config(sliding_window=6)), "gguf", r"model\.sliding_window=6"),
-        (build(dflash_config(slot_layout=SlotLayout.in_place)), "deepspec", "no slot_layout=in_place"),
-        (build(dflash_config(sliding_window=6)), "deepspec", r"no sliding window \(got 6\)"),
+        (build(eagle3_config(qk_norm=True)), Engine.deepspec, "five fused layers"),
+        (build(dflash_config(sliding_window=6)), Engine.gguf, r"model\.sliding_window=6"),
+        (build(dflash_config(slot_layout=SlotLayout.in_place)), Engine.deepspec, "no slot_layout=in_place"),
+        (build(dflash_config(sliding_window=6)), Engine.deepspec, r"no sliding window \(got 6\)"),
     ]
     for drafter, engine, message in refused:
         with pytest.raises(ValueError, match=message):

@@ -241,7 +241,13 @@ def test_the_summary_merges_seconds_and_the_largest_memory_of_all_stages(tmp_pat
 
 def test_a_model_card_says_how_to_serve_what_was_measured_and_where_it_comes_from() -> None:
     provenance = {"git_commit": "abc123", "versions": {"torch": "2.13"}, "command": "train.py model=dspark"}
-    card = model_card(some_report(), "DSpark", "tiny", provenance, engine="deepspec")
-    for part in ("# DSpark drafter for tiny", "vllm serve", "| dspark", "commit abc123; torch 2.13", "train.py model="):
+    card = model_card(some_report(), "DSpark", "tiny", provenance, serving="vllm serve it")
+    for part in (
+        "# DSpark drafter for tiny",
+        "vllm serve it",
+        "| dspark",
+        "commit abc123; torch 2.13",
+        "train.py model=",
+    ):
         assert part in card
-    assert "Not measured yet" in model_card({}, "DSpark", "tiny", {}, engine="gguf")
+    assert "Not measured yet" in model_card({}, "DSpark", "tiny", {}, serving="")

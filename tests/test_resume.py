@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from models.checkpoint import step_folders
+from models.drafter_files import step_folders
 from tests.conftest import (
     files_of,
     run_killed,

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 
-from models.checkpoint import load_drafter, step_folders
+from models.checkpoint import load_drafter
+from models.drafter_files import step_folders
 from models.files import read_json, write_json
 from tests.resumed_training import (  # noqa: F401 (a fixture among them)
     Runs,

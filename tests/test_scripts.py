@@ -12,7 +12,7 @@ from gguf import GGUFReader
 from hydra.core.global_hydra import GlobalHydra
 from safetensors.torch import load_file, save_file
 
-from models.checkpoint import step_folders
+from models.drafter_files import step_folders
 from models.target import TargetConfig
 from tests.conftest import counting_chat, tiny_tokenizer
 from tests.test_conf import load_script

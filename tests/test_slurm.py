@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from data.store import FeatureStore
-from models.checkpoint import step_folders
+from models.drafter_files import step_folders
 from models.target import TargetConfig
 from tests.conftest import TINY_LAYER_IDS
 

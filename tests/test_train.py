@@ -18,7 +18,7 @@ from data.collate import collate
 from data.dataset import UNSUPERVISED, RankSampler, StepPlan, TrainingData, sample_anchors
 from data.responses import ChatOptions
 from data.store import FeatureStore
-from models.checkpoint import step_folders
+from models.drafter_files import step_folders
 from models.target import Target, TargetConfig, TargetIdentity
 from tests.conftest import build_dspark, planted_fault, run_killed
 from train import trainer

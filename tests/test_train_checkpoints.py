@@ -17,7 +17,7 @@ import torch
 
 import train.checkpoint
 import train.parallel
-from models.checkpoint import step_folders
+from models.drafter_files import step_folders
 from models.files import read_json, write_json
 from tests.conftest import run_killed
 from tests.resumed_training import (  # noqa: F401 (fixtures among them)

@@ -16,7 +16,7 @@ import models.checkpoint
 import models.files
 import train.checkpoint
 import train.parallel
-from models.checkpoint import step_folders
+from models.drafter_files import step_folders
 from tests.conftest import planted_fault, run_killed
 from tests.resumed_training import (  # noqa: F401 (fixtures among them)
     Runs,

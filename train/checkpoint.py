@@ -28,7 +28,8 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from models.checkpoint import save_drafter, step_folder, step_folders
+from models.checkpoint import save_drafter
+from models.drafter_files import step_folder, step_folders
 from models.files import fsync, sha256_file, sha256_text, write_atomic, write_json
 from models.target import TargetIdentity
 from train.metrics import Window

@@ -72,6 +72,7 @@ class TrainConfig:
     optim: OptimConfig
     warm_start: bool
     init: str | None
+    allow_pickle: bool
     resume: str
     extend: bool
     log_every: int

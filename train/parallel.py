@@ -24,7 +24,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from models.base import DraftBatch, Drafter, DraftLoss
-from models.checkpoint import WEIGHTS, load_weights, read_weights
+from models.checkpoint import load_weights
+from models.drafter_files import WEIGHTS, read_weights
 from train.config import OptimConfig
 from train.optim import build_optimizer
 
@@ -102,7 +103,7 @@ class Replicated(Shared):
             save_file(state, folder / OPTIMIZER)
 
     def load(self, folder: Path, *, num_processes: int, launcher: str) -> None:  # noqa: ARG002 (any number)
-        load_weights(self.drafter, read_weights(folder / WEIGHTS), folder / WEIGHTS)
+        load_weights(self.drafter, read_weights(folder), folder / WEIGHTS)
         load_optimizer(self, folder)
 
 
@@ -149,7 +150,7 @@ class FullySharded(Replicated):
             raise OSError(f"{folder / SHARDED_OPTIMIZER}: {reason}") from error
 
     def load(self, folder: Path, *, num_processes: int, launcher: str) -> None:  # noqa: ARG002 (any number)
-        tensors = read_weights(folder / WEIGHTS)
+        tensors = read_weights(folder)
         own = dict(self.drafter.named_parameters()) | dict(self.drafter.named_buffers())
         if own.keys() != tensors.keys():
             raise ValueError(f"{folder / WEIGHTS} holds other weights than this drafter has")

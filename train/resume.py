@@ -16,7 +16,7 @@ from accelerate.utils import broadcast_object_list
 
 from data.store import FeatureSource
 from data.tracking import METRICS
-from models.checkpoint import step_folders
+from models.drafter_files import step_folders
 from models.files import sha256_file, sha256_text, write_atomic
 from train.checkpoint import FORMAT_VERSION, TRAINER, Progress, link_best, read_sealed
 from train.config import ONLINE, TrainConfig

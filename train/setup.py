@@ -14,7 +14,8 @@ from data.online import OnlineStore
 from data.store import FeatureSource, FeatureStore
 from data.vocab import choose_draft_vocabulary
 from models.base import Drafter
-from models.checkpoint import load_drafter, load_weights, resolve_folder
+from models.checkpoint import load_drafter, load_weights
+from models.drafter_files import resolve_folder
 from models.layers import GatedMLP, RMSNorm
 from models.target import (
     TargetConfig,
@@ -84,11 +85,13 @@ def build_drafter(
     return drafter
 
 
-def start_from_folder(drafter: Drafter, init: str) -> None:
-    """Take the weights of a drafter of any known format. Raises ValueError that names every option to change where it
-    is another one than the config describes."""
-    folder = resolve_folder(Path(init), option="init")
-    found = load_drafter(folder, target=drafter.spec).drafter
+def start_from_folder(drafter: Drafter, init: str, *, allow_pickle: bool) -> None:
+    """Take the weights of a drafter of any known format, from a folder or the hub.
+
+    Raises ValueError that names every option to change where it is another one than the config describes.
+    """
+    folder = resolve_folder(init, option="init", allow_pickle=allow_pickle)
+    found = load_drafter(folder, target=drafter.spec, allow_pickle=allow_pickle).drafter
     ours, theirs = ({**described(d), **d.native_config()} for d in (drafter, found))
     differing = [
         f"{key} is {theirs.get(key)} there, {ours.get(key)} here"

@@ -19,7 +19,7 @@ from data.run import StopRequest
 from data.store import FeatureSource
 from data.tracking import PROBE_PREFIX
 from models.base import DraftBatch, Drafter, SampledVocabulary
-from models.checkpoint import step_folder
+from models.drafter_files import step_folder
 from models.files import write_json
 from models.losses import sample_vocabulary, tokens_of
 from models.target import TargetIdentity
@@ -105,7 +105,7 @@ def train(
                 on_main(accelerator, lambda: settle(config, found))
                 return found.folder
         if config.init is not None and not found:
-            start_from_folder(drafter, config.init)
+            start_from_folder(drafter, config.init, allow_pickle=config.allow_pickle)
         drafter.to(accelerator.device)
         set_up_compute(drafter, config, accelerator)
         shared = share(drafter, config.optim, accelerator, fsdp=fsdp)

@@ -16,7 +16,8 @@ from models.base import DraftBatch, Drafter, SlotLayout, check_layer_ids
 from models.cache import CacheState, KVCache
 from models.config import to_dataclass
 from models.flops import attention_flops, loss_columns, num_tokens, vocabulary_flops
-from models.layers import BlockLayer, RMSNorm, Rotary
+from models.layer_styles import LayerStyle
+from models.layers import BlockLayer, Rotary
 from models.losses import (
     LossWeights,
     check_sampled_vocabulary,
@@ -37,6 +38,7 @@ class BlockConfig:
     """Options of every block drafter; conf/model/*.yaml list every value with a remark."""
 
     num_layers: int
+    layer_style: LayerStyle
     num_draft_tokens: int
     slot_layout: SlotLayout
     sliding_window: int | None
@@ -79,14 +81,15 @@ class BlockDrafter(Drafter):
         super().__init__()
         self.mask_token_id = check_block_options(config, spec, mask_token_id)
         check_layer_ids(target_layer_ids, spec)
+        spec, style = config.layer_style.spec_of_layers(spec), config.layer_style.classes
         self.config, self.spec, self.target_layer_ids = config, spec, target_layer_ids
         self.num_draft_tokens, self.slot_layout = config.num_draft_tokens, config.slot_layout
         self.sampled_vocabulary = config.sampled_vocabulary
         self.decay = published_decay(config.num_draft_tokens) if config.decay is None else config.decay
         self.fc = Linear(len(target_layer_ids) * spec.hidden_size, spec.hidden_size, bias=False)
-        self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.layers = nn.ModuleList(BlockLayer(spec) for _ in range(config.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.hidden_norm = style.norm(spec.hidden_size, spec.rms_norm_eps)
+        self.layers = nn.ModuleList(style.block(spec) for _ in range(config.num_layers))
+        self.norm = style.norm(spec.hidden_size, spec.rms_norm_eps)
         self.rotary = Rotary(spec)
         self.apply(self.init_weights)
 
@@ -196,9 +199,8 @@ class BlockDrafter(Drafter):
         spec, host, slots = self.spec, batch.host, self.supervised_slots(batch.host)
         num_rows = len(slots.labels)
         of_layer = sum(p.numel() for p in self.layers[0].parameters() if p.dim() > 1)
-        of_context = 2 * spec.hidden_size * spec.num_kv_heads * spec.head_dim
         size = spec.num_heads * spec.head_dim
-        context = 6.0 * num_tokens(host) * of_context
+        context = 6.0 * num_tokens(host) * self.block_layers()[0].self_attn.context_size
         context += attention_flops(
             host,
             host.anchors,

@@ -22,7 +22,7 @@ from models.published import Published, known_architecture, misfit, read_publish
 from models.spec import TargetSpec
 from models.target import TargetConfig, TargetIdentity, load_spec, quantization_of
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,11 @@ from models.base import DraftBatch, DraftLoss, Engine, Proposal, Serving, check_
 from models.cache import KVCache
 from models.config import to_dataclass
 from models.draft_vocabulary import VocabularyDrafter
-from models.engines import as_speculators, check_served, layer_fields, refusal
+from models.engines import as_speculators, check_style, gemma4_fields, layer_fields, refusal
 from models.flops import attention_flops, loss_columns, num_tokens, vocabulary_flops
 from models.gguf import pair_layer_file
-from models.layers import PairLayer, RMSNorm, Rotary
+from models.layer_styles import LayerStyle
+from models.layers import PairLayer, Rotary
 from models.losses import LossWeights, check_sampled_vocabulary, check_terms, find_chains
 from models.masks import cache_mask
 from models.packed import Linear, linear
@@ -46,6 +47,7 @@ class Eagle3Config:
     num_fused_layers: int | None
     step_decay: float
     loss: LossWeights
+    layer_style: LayerStyle
     qk_norm: bool
     norm_before_residual: bool
     norm_before_fc: bool
@@ -112,17 +114,18 @@ class Eagle3(VocabularyDrafter):
         super().__init__()
         check_options(config, spec)
         check_layer_ids(target_layer_ids, spec)
+        spec, style = config.layer_style.spec_of_layers(spec), config.layer_style.classes
         self.config, self.spec, self.target_layer_ids = config, spec, target_layer_ids
         self.num_draft_tokens = config.num_draft_tokens
         self.sampled_vocabulary = config.sampled_vocabulary
         size, num_fused = spec.hidden_size, len(target_layer_ids)
-        self.input_norm = RMSNorm(num_fused * size, spec.rms_norm_eps) if config.norm_before_fc else None
-        norms = [RMSNorm(size, spec.rms_norm_eps) for _ in target_layer_ids] if config.fc_norm else []
+        self.input_norm = style.norm(num_fused * size, spec.rms_norm_eps) if config.norm_before_fc else None
+        norms = [style.norm(size, spec.rms_norm_eps) for _ in target_layer_ids] if config.fc_norm else []
         self.fc_norm = nn.ModuleList(norms)
         self.fc = Linear(num_fused * size, size, bias=False)
         options = {"qk_norm": config.qk_norm, "norm_before_residual": config.norm_before_residual}
-        self.layers = nn.ModuleList([PairLayer(spec, **options)])
-        self.norm = RMSNorm(size, spec.rms_norm_eps)
+        self.layers = nn.ModuleList([style.pair(spec, **options)])
+        self.norm = style.norm(size, spec.rms_norm_eps)
         self.rotary = Rotary(spec)
         self.add_head(config.draft_vocab_size, own_head=config.own_head)
         self.apply(self.init_weights)
@@ -233,7 +236,7 @@ class Eagle3(VocabularyDrafter):
         of_layer = sum(p.numel() for p in self.layers.parameters() if p.dim() > 1)
         # features need no gradient, unless a trained norm stands before the fusion
         of_fusion = 4 if self.input_norm is None and not len(self.fc_norm) else 6
-        of_token = of_fusion * self.fc.weight.numel() + 24 * spec.hidden_size * spec.num_kv_heads * spec.head_dim
+        of_token = of_fusion * self.fc.weight.numel() + 6 * self.layer.self_attn.context_size
         size, trains_head = spec.num_heads * spec.head_dim, self.lm_head is not None
         columns = loss_columns(batch, self.draft_vocab_size or spec.vocab_size)
         attention = [attention_flops(host, chains, size=size, num_queries=1, num_keys=s + 1) for s in range(steps)]
@@ -304,13 +307,13 @@ class Eagle3(VocabularyDrafter):
         config, spec, ids = self.config, self.spec, list(self.target_layer_ids)
         if engine is Engine.gguf:
             return self._gguf()
-        check_served(spec, engine)
+        check_style(config.layer_style, spec, engine, served=(Engine.deepspec,))
         if engine is Engine.deepspec:
             return self._deepspec()
         if engine is Engine.sglang and (config.qk_norm or config.norm_before_residual or len(ids) == 1):
             what = "model.qk_norm=true, model.norm_before_residual=true or a single fused layer"
             raise refusal(engine, what, "SGLang would leave them out without a word; train without, or choose vllm")
-        fields = layer_fields(spec, model_type="qwen3" if config.qk_norm else "llama", num_layers=1)
+        fields = layer_fields(spec, "qwen3" if config.qk_norm else "llama", num_layers=1)
         tensors = self.engine_tensors(always_head=engine is Engine.speculators)
         width = len(tensors["lm_head.weight"]) if "lm_head.weight" in tensors else None
         counts: list[int] = [index + 1 for index in ids]  # of layers passed
@@ -347,8 +350,9 @@ class Eagle3(VocabularyDrafter):
                 "the deepspec format takes only the reference's EAGLE-3: five fused layers, qk_norm=true, no other "
                 "norm, the target's own head and vocabulary"
             )
+        is_qwen3 = config.layer_style is LayerStyle.qwen3
         own = {
-            "architectures": ["Qwen3Eagle3Model"],
+            "architectures": ["Qwen3Eagle3Model" if is_qwen3 else "Gemma4Eagle3Model"],
             "draft_num_hidden_layers": 1,
             "num_target_layers": self.spec.num_layers,
             "step_loss_decay": config.step_decay,
@@ -356,7 +360,8 @@ class Eagle3(VocabularyDrafter):
             "ttt_length": self.num_draft_tokens,
         }
         copies = {"embed_tokens.weight": self.embedding, "lm_head.weight": self.head}
-        return Serving(layer_fields(self.spec, model_type="qwen3", num_layers=1) | own, {**self.state_dict(), **copies})
+        sizes = layer_fields(self.spec, "qwen3", num_layers=1) if is_qwen3 else gemma4_fields(self.spec, num_layers=1)
+        return Serving(sizes | own, {**self.state_dict(), **copies})
 
     def _gguf(self) -> Serving:
         """llama.cpp's `eagle3`: three layers, no norm but its own."""

@@ -13,6 +13,7 @@ import torch
 
 from models.base import Engine, Serving, SlotLayout
 from models.block import BlockDrafter
+from models.layer_styles import LayerStyle
 from models.spec import TargetSpec
 
 MARKOV = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
@@ -29,7 +30,7 @@ NOT_READ_OUT = {
 # ---- sizes
 
 
-def layer_fields(spec: TargetSpec, *, model_type: str, num_layers: int) -> dict[str, Any]:
+def layer_fields(spec: TargetSpec, model_type: str, *, num_layers: int) -> dict[str, Any]:
     """Sizes of a drafter's layers, as a Hugging Face config of Llama or Qwen3 names them."""
     rope = dict(spec.rope_parameters)
     scaled = {key: value for key, value in rope.items() if key != "rope_theta"}
@@ -69,6 +70,27 @@ def window_fields(num_layers: int, window: int | None) -> dict[str, Any]:
     }
 
 
+def gemma4_fields(spec: TargetSpec, *, num_layers: int) -> dict[str, Any]:
+    """Sizes of layers in the style of Gemma 4's global attention, as its text config names them."""
+    fields = layer_fields(spec, "gemma4_text", num_layers=num_layers)
+    for name in ("hidden_act", "rope_theta", "rope_scaling", "max_window_layers", "use_sliding_window"):
+        del fields[name]
+    return fields | {
+        "attention_k_eq_v": spec.keys_are_values,
+        "enable_moe_block": False,
+        "final_logit_softcapping": spec.logit_softcap,
+        "global_head_dim": spec.global_head_dim,
+        "hidden_activation": spec.hidden_act,
+        "hidden_size_per_layer_input": 0,
+        "num_global_key_value_heads": spec.num_global_kv_heads,
+        "rope_parameters": {
+            "full_attention": dict(spec.rope_parameters),
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},  # of no layer here
+        },
+        "sliding_window": 1024,  # likewise
+    }
+
+
 # ---- refusals
 
 
@@ -96,6 +118,14 @@ def check_served(spec: TargetSpec, engine: Engine) -> None:
     for wrong, what, lacks in problems:
         if wrong:
             raise refusal(engine, what, f"it has no {lacks} in a drafter of this kind")
+
+
+def check_style(style: LayerStyle, spec: TargetSpec, engine: Engine, *, served: tuple[Engine, ...]) -> None:
+    """Raises ValueError where `engine` is not among those that know the drafter in this style."""
+    if style is LayerStyle.qwen3:
+        check_served(spec, engine)
+    elif engine not in served:
+        raise refusal(engine, f"model.layer_style={style}", f"only {' and '.join(served)} know such layers")
 
 
 def refusal(engine: Engine, what: str, why: str) -> ValueError:
@@ -141,15 +171,21 @@ def block_serving(drafter: BlockDrafter, engine: Engine, heads: Mapping[str, boo
     Engines have anchor_first only in their DSpark, and without a Markov head it fails there: such a drafter gets a zero
     one of rank 1, which changes no draft. Raises ValueError on what the engine cannot say or serve.
     """
-    spec, in_place = drafter.spec, drafter.slot_layout is SlotLayout.in_place
-    check_served(spec, engine)
-    tensors = dict(drafter.state_dict())
-    fields = layer_fields(spec, model_type="qwen3", num_layers=drafter.config.num_layers)
-    fields |= window_fields(drafter.config.num_layers, drafter.config.sliding_window)
+    spec, in_place, style = drafter.spec, drafter.slot_layout is SlotLayout.in_place, drafter.config.layer_style
+    check_style(style, spec, engine, served=(Engine.deepspec, Engine.vllm))
+    tensors, num_layers = dict(drafter.state_dict()), drafter.config.num_layers
+    if style is LayerStyle.gemma4:
+        if drafter.config.sliding_window is not None:
+            raise refusal(engine, "model.layer_style=gemma4 and a sliding window", "such layers are global; use null")
+        fields = {**gemma4_fields(spec, num_layers=num_layers), "architectures": ["Gemma4DSparkModel"]}
+    else:
+        fields = layer_fields(spec, "qwen3", num_layers=num_layers)
+        fields |= window_fields(num_layers, drafter.config.sliding_window)
+        fields["architectures"] = ["Qwen3DSparkModel"]
     fields |= {"is_causal": False, "num_target_layers": spec.num_layers, "target_hidden_size": spec.hidden_size}
     if engine is Engine.deepspec:
         return _deepspec(drafter, fields, heads)
-    if heads is None and in_place:
+    if heads is None and in_place and style is LayerStyle.qwen3:
         return _dflash(drafter, fields, engine)
     if heads is None or not heads["markov_rank"]:
         heads = {
@@ -170,13 +206,12 @@ def block_serving(drafter: BlockDrafter, engine: Engine, heads: Mapping[str, boo
     if engine is Engine.speculators:
         return Serving(_speculators_block(drafter, "dspark", fields, own), tensors | frozen_copies(drafter))
     own |= {
-        "architectures": ["Qwen3DSparkModel"],
         "block_size": drafter.num_draft_tokens,  # proposals, in either layout
         "sample_from_anchor": not in_place,
         "target_layer_ids": list(drafter.target_layer_ids),
     }
     if engine is Engine.sglang:  # whose parsers look here first, and whose heads only at the root
-        nested = {name: value for name, value in own.items() if name not in ("architectures", "draft_vocab_size")}
+        nested = {name: value for name, value in own.items() if name != "draft_vocab_size"}
         return Serving(fields | own | {"dflash_config": {**nested, "num_target_layers": spec.num_layers}}, tensors)
     own |= {"dspark_bonus_anchor": in_place, "dflash_config": {"causal": False}}
     return Serving(fields | own, tensors | frozen_copies(drafter))
@@ -201,13 +236,14 @@ def _dflash(drafter: BlockDrafter, fields: Mapping[str, Any], engine: Engine) ->
 def _speculators_block(
     drafter: BlockDrafter, kind: str, fields: Mapping[str, Any], own: Mapping[str, Any]
 ) -> dict[str, Any]:
-    layers = {key: value for key, value in fields.items() if key not in ("num_target_layers", "target_hidden_size")}
+    apart = ("architectures", "num_target_layers", "target_hidden_size")
+    layers = {key: value for key, value in fields.items() if key not in apart}
     own = {
         **own,
         "aux_hidden_state_layer_ids": [index + 1 for index in drafter.target_layer_ids],
         "block_size": drafter.num_slots,
         "sample_from_anchor": drafter.slot_layout is SlotLayout.anchor_first,
-        # vLLM before 0.34 takes the lack of it for causal layers, full attention or not.
+        # false, that project's default, would make vLLM run every layer causal, full attention or not
         "sliding_window_non_causal": True,
         "num_target_layers": drafter.spec.num_layers,
     }
@@ -226,7 +262,6 @@ def _deepspec(
             "train with model.sliding_window=null"
         )
     own = {
-        "architectures": ["Qwen3DSparkModel"],
         "block_size": drafter.num_draft_tokens,
         "mask_token_id": drafter.mask_token_id,
         "num_anchors": 512,  # a training option that the reference requires at load; not used in decoding

@@ -89,10 +89,15 @@ class DraftAttention(nn.Module):
         self.head_dim, self.num_kv_heads = spec.head_dim, spec.num_kv_heads
         self.q_proj = Linear(input_size, spec.num_heads * spec.head_dim, bias=False)
         self.k_proj = Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=False)
-        self.v_proj = Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=False)
+        self.v_proj: Linear | None = Linear(input_size, spec.num_kv_heads * spec.head_dim, bias=False)
         self.o_proj = Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=False)
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if qk_norm else nn.Identity()
+
+    @property
+    def context_size(self) -> int:
+        """Weights that a position of the context is multiplied by."""
+        return self.k_proj.weight.numel() + (0 if self.v_proj is None else self.v_proj.weight.numel())
 
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [B, S, input] at the positions of cos and sin [B, S, d] -> rotated queries [B, S, H, d]."""
@@ -101,9 +106,17 @@ class DraftAttention(nn.Module):
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """x [B, S, input] -> rotated keys and values, each [B, S, H_kv, d]."""
+        keys, values = self.projected(x)
+        return self.rotated(keys, cos, sin), values
+
+    def projected(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [B, S, input] -> keys and values [B, S, H_kv, d] before norms; the same where there is no v_proj."""
         shape = (*x.shape[:2], self.num_kv_heads, self.head_dim)
-        keys = self.k_norm(self.k_proj(x).view(shape))
-        return rotate(keys, cos, sin), self.v_proj(x).view(shape)
+        keys = self.k_proj(x).view(shape)
+        return keys, keys if self.v_proj is None else self.v_proj(x).view(shape)
+
+    def rotated(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotate(self.k_norm(keys), cos, sin)
 
     def context(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values laid out for `Mixer`s and caches, each [B, H_kv, S, d]."""
@@ -149,7 +162,11 @@ class BlockLayer(nn.Module):
         queries = self.self_attn.queries(normed, *rotary)
         queries, keys, values = (part.unflatten(1, (num_blocks, -1)) for part in (queries, keys, values))
         mixed = mix(queries, (keys, values), context)
-        x = x + self.self_attn.o_proj(mixed.reshape(*x.shape[:2], -1))
+        return self.finish(x, mixed.reshape(*x.shape[:2], -1))
+
+    def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
+        """residual [..., D], mixed heads [..., H*d] -> [..., D]."""
+        x = residual + self.self_attn.o_proj(mixed)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

@@ -1,8 +1,9 @@
 """Checkpoints of other projects, told apart by what their config.json names.
 
-DeepSpec: Qwen3DSparkModel (DSpark; with both heads off what it calls DFlash) and Qwen3Eagle3Model, with copies of the
-target's embedding and head inside. z-lab: DFlashDraftModel, neither inside. Classic EAGLE-3 (SafeAILab, SpecForge):
-LlamaForCausalLMEagle3, one `midlayer`, a head of its own. speculators: the same tensors under a config of its own.
+DeepSpec: Qwen3DSparkModel (DSpark; with both heads off what it calls DFlash) and Qwen3Eagle3Model, and the same of
+Gemma4, with copies of the target's embedding and head inside. z-lab: DFlashDraftModel, neither inside. Classic EAGLE-3
+(SafeAILab, SpecForge): LlamaForCausalLMEagle3, one `midlayer`, a head of its own. speculators: the same tensors under a
+config of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +20,18 @@ from models.dflash import DFlash, DFlashConfig
 from models.dspark import DSpark, DSparkConfig, MarkovHeadType
 from models.eagle3 import Eagle3, Eagle3Config
 from models.engines import MARKOV
+from models.layer_styles import LayerStyle
 from models.losses import LossWeights
 from models.spec import TargetSpec, spread_layer_ids
 from models.speculators import as_published, is_speculators
 
-# Sizes that transformers would fill with some model's values if they were absent; the second line a Qwen3's only.
+# Sizes that transformers would fill with some model's values if they were absent; the last of one family only.
 SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 SIZES += ("rms_norm_eps", "max_position_embeddings")
-QWEN3_SIZES = ("head_dim", "hidden_act")
+OWN_SIZES = {
+    "qwen3": ("head_dim", "hidden_act"),
+    "gemma4_text": ("head_dim", "hidden_activation", "attention_k_eq_v", "rope_parameters", "layer_types"),
+}
 
 
 # Of dtypes that stand for each other in files.
@@ -73,10 +78,10 @@ def known_architecture(config: Mapping[str, Any]) -> str | None:
 
 def _spec(config: Mapping[str, Any], target: TargetSpec | None) -> TargetSpec:
     """The sizes of the drafter's own layers, which the config gives as those of a target."""
-    is_qwen3 = config.get("model_type") == "qwen3"
-    if missing := [field for field in SIZES + (QWEN3_SIZES if is_qwen3 else ()) if field not in config]:
+    model_type = config.get("model_type")
+    if missing := [field for field in (*SIZES, *OWN_SIZES.get(str(model_type), ())) if field not in config]:
         raise ValueError(f"missing {', '.join(missing)}")
-    if is_qwen3 and "rope_parameters" not in config and "rope_theta" not in config:
+    if model_type in OWN_SIZES and "rope_parameters" not in config and "rope_theta" not in config:
         raise ValueError("missing rope_parameters")
     num_layers = config.get("num_target_layers") or (target.num_layers if target else None)
     if num_layers is None:
@@ -87,8 +92,10 @@ def _spec(config: Mapping[str, Any], target: TargetSpec | None) -> TargetSpec:
             "another width than the target's is not supported"
         )
     # Without a stop token in the file transformers would take Llama's 2 for one, and chains would end behind it.
-    own = {"eos_token_id": None, **config, "num_hidden_layers": num_layers, "layer_types": None}
-    spec = TargetSpec.from_config(AutoConfig.for_model(**own))
+    own = {"eos_token_id": None, **config}
+    if model_type != "gemma4_text":  # whose kinds of layers have sizes of their own
+        own |= {"num_hidden_layers": num_layers, "layer_types": None}
+    spec = replace(TargetSpec.from_config(AutoConfig.for_model(**own)), num_layers=num_layers)
     return spec if target is None else replace(spec, eos_token_ids=target.eos_token_ids)
 
 
@@ -160,6 +167,10 @@ def _read_zlab(config: Mapping[str, Any], tensors: dict[str, Tensor], spec: Targ
     )
 
 
+def _style(config: Mapping[str, Any]) -> LayerStyle:
+    return LayerStyle.gemma4 if config["model_type"] == "gemma4_text" else LayerStyle.qwen3
+
+
 def _is_zero(tensors: Mapping[str, Tensor], names: Sequence[str]) -> bool:
     return all(name in tensors and not tensors[name].any() for name in names)
 
@@ -168,6 +179,7 @@ def _block_options(config: Mapping[str, Any], *, in_place: bool, num_draft_token
     """The fields of `BlockConfig`; loss options, which no file holds, as published for DFlash."""
     options = BlockConfig(
         num_layers=config["num_hidden_layers"],
+        layer_style=_style(config),
         num_draft_tokens=num_draft_tokens,
         slot_layout=SlotLayout.in_place if in_place else SlotLayout.anchor_first,
         sliding_window=_window(config),
@@ -250,6 +262,7 @@ def _eagle3_options(config: Mapping[str, Any], **own: Any) -> Eagle3Config:
         "num_fused_layers": None,
         "step_decay": 0.8,
         "loss": LossWeights(soft_cross_entropy=1.0),
+        "layer_style": _style(config),
         "norm_before_residual": config.get("norm_before_residual", False),
         "norm_before_fc": config.get("norm_before_fc", nested.get("norm_before_fc", False)),
         "fc_norm": config.get("fc_norm", config.get("use_aux_norm", False)),
@@ -291,8 +304,10 @@ def _classic_layer_ids(config: Mapping[str, Any], num_layers: int) -> tuple[int,
 
 READERS: dict[str, Callable[[Mapping[str, Any], dict[str, Tensor], TargetSpec], Published]] = {
     "Qwen3DSparkModel": _read_dspark,
+    "Gemma4DSparkModel": _read_dspark,
     "DFlashDraftModel": _read_zlab,
     "Qwen3Eagle3Model": _read_deepspec_eagle3,
+    "Gemma4Eagle3Model": _read_deepspec_eagle3,
     "LlamaForCausalLMEagle3": _read_classic_eagle3,
     "Eagle3Qwen3ForCausalLM": _read_classic_eagle3,  # vLLM's, with norms on queries and keys
 }

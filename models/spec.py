@@ -18,6 +18,9 @@ class TargetSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    global_head_dim: int  # of layers with global attention, where those have sizes of their own
+    num_global_kv_heads: int
+    keys_are_values: bool  # in such layers
     hidden_act: str
     rms_norm_eps: float
     max_position_embeddings: int
@@ -41,6 +44,9 @@ class TargetSpec:
         num_heads = values["num_attention_heads"]
         eos = values.get("eos_token_id")
         is_gemma = text.model_type.startswith("gemma")  # the only family whose embedding is scaled
+        num_kv_heads = values.get("num_key_value_heads") or num_heads
+        head_dim = values.get("head_dim") or values["hidden_size"] // num_heads
+        of_global = global_layer(values)
         return TargetSpec(
             model_type=text.model_type,
             vocab_size=values["vocab_size"],
@@ -48,8 +54,11 @@ class TargetSpec:
             intermediate_size=values["intermediate_size"],
             num_layers=values["num_hidden_layers"],
             num_heads=num_heads,
-            num_kv_heads=values.get("num_key_value_heads") or num_heads,
-            head_dim=values.get("head_dim") or values["hidden_size"] // num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            global_head_dim=of_global.get("head_dim") or head_dim,
+            num_global_kv_heads=of_global.get("num_key_value_heads") or num_kv_heads,
+            keys_are_values=bool(values.get("attention_k_eq_v")),
             hidden_act=values.get("hidden_act") or values.get("hidden_activation") or "silu",
             rms_norm_eps=values.get("rms_norm_eps", 1e-6),
             max_position_embeddings=values["max_position_embeddings"],
@@ -74,6 +83,12 @@ class TargetSpec:
             missing, extra = sorted(expected - set(values)), sorted(set(values) - expected)
             raise ValueError(f"checkpoint's target section: missing {missing}, unknown {extra}")
         return TargetSpec(**{**values, "eos_token_ids": tuple(values["eos_token_ids"])})
+
+
+def global_layer(values: dict[str, Any]) -> dict[str, Any]:
+    """What the first layer with global attention has in place of the sizes of all layers."""
+    kinds, own = values.get("layer_types") or [], values.get("per_layer_config") or {}
+    return own.get(str(kinds.index("full_attention")), {}) if "full_attention" in kinds else {}
 
 
 def rope_parameters(values: dict[str, Any]) -> dict[str, Any]:

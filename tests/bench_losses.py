@@ -23,6 +23,7 @@ from models.attention import cache_mixer
 from models.base import DraftBatch, Drafter
 from models.dspark import DSpark
 from models.eagle3 import Eagle3, Eagle3Config
+from models.layer_styles import LayerStyle
 from models.losses import LossWeights
 from models.vocab_loss import vocab_loss
 from tests import bench_decoding, bench_extract, bench_packing
@@ -42,6 +43,7 @@ def eagle(num_rows: int = 1) -> tuple[Eagle3, DraftBatch]:
         num_fused_layers=None,
         step_decay=0.8,
         loss=LossWeights(soft_cross_entropy=1.0),
+        layer_style=LayerStyle.qwen3,
         qk_norm=True,
         norm_before_residual=False,
         norm_before_fc=False,

@@ -7,6 +7,7 @@ from typing import Any
 
 from models.base import SlotLayout
 from models.dspark import DSparkConfig, MarkovHeadType
+from models.layer_styles import LayerStyle
 from models.losses import LossWeights
 from tests.gpu_setting import QWEN3_4B
 
@@ -28,6 +29,7 @@ SPEC = replace(
 def dspark_config(markov_rank: int) -> DSparkConfig:
     return DSparkConfig(
         num_layers=2,
+        layer_style=LayerStyle.qwen3,
         num_draft_tokens=7,
         slot_layout=SlotLayout.anchor_first,
         sliding_window=None,

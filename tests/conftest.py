@@ -38,6 +38,7 @@ from models.dflash import DFlash, DFlashConfig
 from models.dspark import DSpark, DSparkConfig, MarkovHeadType
 from models.eagle3 import Eagle3, Eagle3Config
 from models.files import write_json
+from models.layer_styles import LayerStyle
 from models.losses import LossWeights
 from models.target import Target, TargetConfig, TargetIdentity, load_target, target_identity
 
@@ -190,6 +191,7 @@ def make_store(folder: Path, header: StoreHeader, records: Sequence[StoreRecord]
 
 BLOCK_OPTIONS: dict[str, Any] = {
     "num_layers": 1,
+    "layer_style": LayerStyle.qwen3,
     "num_draft_tokens": 4,
     "slot_layout": SlotLayout.anchor_first,
     "sliding_window": None,
@@ -223,6 +225,7 @@ def eagle3_config(**changes: Any) -> Eagle3Config:
         "num_fused_layers": None,
         "step_decay": 0.8,
         "loss": LossWeights(soft_cross_entropy=1.0),
+        "layer_style": LayerStyle.qwen3,
         "qk_norm": False,
         "norm_before_residual": False,
         "norm_before_fc": False,

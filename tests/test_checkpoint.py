@@ -204,7 +204,7 @@ def test_a_config_that_names_another_slot_layout_than_the_weights_is_refused(
 
 def test_another_format_version_is_refused(native: Path) -> None:
     edit_config(native, lambda config: config.update(format_version=1))
-    with pytest.raises(ValueError, match="format_version 1, this version reads 2"):
+    with pytest.raises(ValueError, match="format_version 1, this version reads 3"):
         load_drafter(native)
 
 

@@ -48,6 +48,7 @@ LAYER_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+BIASED = ("conf_proj",)
 # Targets whose hidden states llama.cpp hands to a drafter; with others it ends its process at the first draft.
 TARGETS = ("llama", "mistral", "qwen3", "qwen3_moe")
 ROTARY_TYPES = ("default", "linear", "llama3")  # those that only divide frequencies
@@ -152,10 +153,12 @@ def layer_names(num_layers: int) -> dict[str, str]:
 
 
 def renamed(tensors: Mapping[str, Tensor], modules: Mapping[str, str]) -> dict[str, Tensor]:
-    """Every tensor under its module's other name, which must be among `modules`."""
+    """Every tensor under its module's other name. Raises ValueError where `modules` lacks one."""
     found = {}
     for name, tensor in tensors.items():
         module, _, kind = name.rpartition(".")
+        if module not in modules or (kind == "bias" and modules[module] not in BIASED):
+            raise ValueError(f"engine=gguf cannot write {name}: llama.cpp has no such tensor in layers of this kind")
         found[f"{modules[module]}.{kind}"] = tensor
     return found
 

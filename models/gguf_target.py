@@ -61,8 +61,6 @@ def target_file(spec: TargetSpec, weights: Mapping[str, Tensor]) -> tuple[dict[s
     not the embedding."""
     architecture = ARCHITECTURES[spec.model_type]
     modules = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"} | layer_names(spec.num_layers)
-    if unknown := sorted(name for name in weights if name.rpartition(".")[0] not in modules or name.endswith(".bias")):
-        raise ValueError(f"GGUF: layers of {spec.model_type} targets have no {', '.join(unknown[:3])}")
     tensors = renamed(weights, modules)
     if architecture == "llama":  # rotates neighbours, not halves
         for index in range(spec.num_layers):

@@ -87,8 +87,9 @@ class TargetSpec:
 
 def global_layer(values: dict[str, Any]) -> dict[str, Any]:
     """What the first layer with global attention has in place of the sizes of all layers."""
-    kinds, own = values.get("layer_types") or [], values.get("per_layer_config") or {}
-    return own.get(str(kinds.index("full_attention")), {}) if "full_attention" in kinds else {}
+    kinds = values.get("layer_types") or []
+    own = {int(index): sizes for index, sizes in (values.get("per_layer_config") or {}).items()}  # "05" among 48
+    return own.get(kinds.index("full_attention"), {}) if "full_attention" in kinds else {}
 
 
 def rope_parameters(values: dict[str, Any]) -> dict[str, Any]:

@@ -76,9 +76,9 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> P
 
 
 @torch.no_grad()
-def check_same_drafts(loaded: Drafter, expected: Drafter) -> None:
-    """Two rounds, greedy and sampled, of ragged prompts."""
-    loaded.bind(EMBEDDING, HEAD)
+def check_same_drafts(loaded: Drafter, expected: Drafter, *, bound: tuple[Tensor, Tensor] = (EMBEDDING, HEAD)) -> None:
+    """Two rounds, greedy and sampled, of ragged prompts, with embedding and head of the target."""
+    loaded.bind(*bound)
     assert loaded.target_layer_ids == expected.target_layer_ids
     assert loaded.num_draft_tokens == expected.num_draft_tokens and loaded.slot_layout == expected.slot_layout
     generator = torch.Generator().manual_seed(5)

@@ -21,6 +21,7 @@ from models.base import Drafter, SlotLayout
 from models.block import BlockDrafter
 from models.cache import KVCache
 from models.dspark import MarkovHeadType
+from models.layer_styles import LayerStyle
 from models.sampling import Sampler, SamplingConfig
 from models.target import Target, TargetConfig, TargetOutput
 from tests.conftest import build_drafter, dflash_config, dspark_config, eagle3_config, planted_fault, train_briefly
@@ -37,6 +38,8 @@ MODELS: dict[str, Any] = {
     "dspark_gated": dspark_config(markov_head=MarkovHeadType.gated),
     "eagle3": eagle3_config(),
     "eagle3_deepspec": eagle3_config(qk_norm=True),
+    "dspark_gemma4": dspark_config(layer_style=LayerStyle.gemma4),
+    "eagle3_gemma4": eagle3_config(qk_norm=True, layer_style=LayerStyle.gemma4),
     "eagle3_all_norms": eagle3_config(norm_before_residual=True, fc_norm=True, norm_output=True, own_head=True),
 }
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from models.base import Drafter
 from models.drafter_files import CONFIG, WEIGHTS, read_weights, slot_layout_of
+from models.fields import check_fields
 from models.files import read_json, write_atomic, write_json
 from models.published import Published, known_architecture, misfit, read_published
 from models.spec import TargetSpec
@@ -87,17 +88,15 @@ def load_drafter(
     """
     config = read_json(folder / CONFIG)
     tensors = read_weights(folder, allow_pickle=allow_pickle)
-    if "format_version" in config:
-        read, kind = Published(_from_native(config, folder), tensors), "native"
-    else:
-        try:
-            read = read_published(config, tensors, target)
-        except ValueError as error:
-            raise ValueError(f"{folder / CONFIG}: {error}") from error
-        kind = str(known_architecture(config))
+    is_native = "format_version" in config
+    try:
+        read = Published(_from_native(config), tensors) if is_native else read_published(config, tensors, target)
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from error
+    kind = "native" if is_native else str(known_architecture(config))
     drafter = read.drafter
     load_weights(drafter, read.tensors, folder / WEIGHTS)
-    if kind == "native":
+    if is_native:
         _check_layout(drafter, folder)
     if dtype is not None:
         drafter.to(dtype)
@@ -118,31 +117,32 @@ def _check_layout(drafter: Drafter, folder: Path) -> None:
         )
 
 
-def _from_native(config: dict[str, Any], folder: Path) -> Drafter:
+def _from_native(config: dict[str, Any]) -> Drafter:
     if config["format_version"] != FORMAT_VERSION:
         raise ValueError(
-            f"{folder / CONFIG}: format_version {config['format_version']}, this version reads {FORMAT_VERSION}; "
+            f"format_version {config['format_version']}, this version reads {FORMAT_VERSION}; "
             "export it again with the version that wrote it"
         )
+    _need_fields(config, ("drafter", "target", "slot_layout", "num_draft_tokens", "target_layer_ids"))
+    check_fields(config)
+    _need_fields(config["target"], ("spec",))
     own = {key: value for key, value in config.items() if key not in ("format_version", "drafter", "target")}
-    _check_fields(config, ("drafter", "target", "slot_layout", "num_draft_tokens"), folder)
-    _check_fields(config["target"], ("spec",), folder)
-    spec = TargetSpec.from_dict(config["target"]["spec"])
     try:
         drafter_class = get_class(config["drafter"])
     except (ImportError, ValueError):
         drafter_class = None
     if drafter_class is None or not issubclass(drafter_class, Drafter):
-        raise ValueError(f"{folder / CONFIG}: this version has no drafter {config['drafter']}")
+        raise ValueError(f"this version has no drafter {config['drafter']}")
+    spec = TargetSpec.from_dict(config["target"]["spec"])
     try:
         return drafter_class.from_native(own, spec)
     except (KeyError, ValueError) as error:
-        raise ValueError(f"{folder / CONFIG}: options do not fit {config['drafter']}: {error}") from error
+        raise ValueError(f"options do not fit {config['drafter']}: {error}") from error
 
 
-def _check_fields(config: Mapping[str, Any], fields: Sequence[str], folder: Path) -> None:
+def _need_fields(config: Mapping[str, Any], fields: Sequence[str]) -> None:
     if missing := [field for field in fields if field not in config]:
-        raise ValueError(f"{folder / CONFIG}: missing {', '.join(missing)}")
+        raise ValueError(f"missing {', '.join(missing)}")
 
 
 def load_weights(drafter: Drafter, tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -20,6 +21,7 @@ from models.dflash import DFlash, DFlashConfig
 from models.dspark import DSpark, DSparkConfig, MarkovHeadType
 from models.eagle3 import Eagle3, Eagle3Config
 from models.engines import MARKOV
+from models.fields import check_fields
 from models.layer_styles import LayerStyle
 from models.losses import LossWeights
 from models.spec import TargetSpec, spread_layer_ids
@@ -54,11 +56,12 @@ def read_published(config: Mapping[str, Any], tensors: dict[str, Tensor], target
 
     Raises ValueError on an unknown architecture, a missing field, and what this project cannot run.
     """
+    check_fields(config)
     architecture = known_architecture(config)
     if architecture is None:
         raise ValueError(
-            f"neither format_version (ours) nor a known architecture ({', '.join(READERS)}); "
-            f"got architectures={config.get('architectures')}"
+            "neither format_version (ours) nor speculators_model_type nor a known architecture "
+            f"({', '.join(READERS)}); got architectures={config.get('architectures')}"
         )
     try:
         if is_speculators(config):
@@ -81,8 +84,9 @@ def _spec(config: Mapping[str, Any], target: TargetSpec | None) -> TargetSpec:
     model_type = config.get("model_type")
     if missing := [field for field in (*SIZES, *OWN_SIZES.get(str(model_type), ())) if field not in config]:
         raise ValueError(f"missing {', '.join(missing)}")
+    config = {key: value for key, value in config.items() if (key, value) != ("rope_theta", None)}
     if model_type in OWN_SIZES and "rope_parameters" not in config and "rope_theta" not in config:
-        raise ValueError("missing rope_parameters")
+        raise ValueError("missing rope_parameters and rope_theta")
     num_layers = config.get("num_target_layers") or (target.num_layers if target else None)
     if num_layers is None:
         raise ValueError("missing num_target_layers (the number of layers of the target)")
@@ -95,7 +99,11 @@ def _spec(config: Mapping[str, Any], target: TargetSpec | None) -> TargetSpec:
     own = {"eos_token_id": None, **config}
     if model_type != "gemma4_text":  # whose kinds of layers have sizes of their own
         own |= {"num_hidden_layers": num_layers, "layer_types": None}
-    spec = replace(TargetSpec.from_config(AutoConfig.for_model(**own)), num_layers=num_layers)
+    try:
+        built = AutoConfig.for_model(**own)
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise ValueError(f"model_type={model_type}: {' '.join(str(error).split())[:300]}") from error
+    spec = replace(TargetSpec.from_config(built), num_layers=num_layers)
     return spec if target is None else replace(spec, eos_token_ids=target.eos_token_ids)
 
 
@@ -247,7 +255,12 @@ def _read_classic_eagle3(config: Mapping[str, Any], tensors: dict[str, Tensor], 
         draft_vocab_size=draft_size if "d2t" in rest else None,
         own_head="lm_head.weight" in rest,
     )
-    drafter = Eagle3(options, spec, target_layer_ids=_classic_layer_ids(config, spec.num_layers))
+    layer_ids = _classic_layer_ids(config, spec.num_layers)
+    if config.get("num_aux_hidden_states") not in (None, len(layer_ids)):
+        raise ValueError(
+            f"num_aux_hidden_states={config['num_aux_hidden_states']}, but {len(layer_ids)} layers are fused"
+        )
+    drafter = Eagle3(options, spec, target_layer_ids=layer_ids)
     return Published(drafter, rest, embedding)
 
 
@@ -265,7 +278,7 @@ def _eagle3_options(config: Mapping[str, Any], **own: Any) -> Eagle3Config:
         "layer_style": _style(config),
         "norm_before_residual": config.get("norm_before_residual", False),
         "norm_before_fc": config.get("norm_before_fc", nested.get("norm_before_fc", False)),
-        "fc_norm": config.get("fc_norm", config.get("use_aux_norm", False)),
+        "fc_norm": bool(config.get("fc_norm") or config.get("use_aux_norm")),
         "norm_output": config.get("norm_output", False),
         "draft_vocab_size": None,
         "own_head": False,

@@ -5,6 +5,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+NULLABLE = {"logit_softcap", "bos_token_id", "pad_token_id"}
+
 
 @dataclass(frozen=True)
 class TargetSpec:
@@ -82,6 +84,10 @@ class TargetSpec:
         if set(values) != expected:
             missing, extra = sorted(expected - set(values)), sorted(set(values) - expected)
             raise ValueError(f"checkpoint's target section: missing {missing}, unknown {extra}")
+        if empty := sorted(key for key in expected - NULLABLE if values[key] is None):
+            raise ValueError(f"checkpoint's target section: {', '.join(empty)} must not be null")
+        if values["rope_parameters"].get("rope_theta") is None:
+            raise ValueError("checkpoint's target section: rope_parameters has no rope_theta")
         return TargetSpec(**{**values, "eos_token_ids": tuple(values["eos_token_ids"])})
 
 

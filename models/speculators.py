@@ -12,15 +12,15 @@ LAYERS = "transformer_layer_config"
 
 
 def is_speculators(config: Mapping[str, Any]) -> bool:
-    return "speculators_model_type" in config
+    return "speculators_model_type" in config or LAYERS in config
 
 
 def as_published(config: Mapping[str, Any]) -> dict[str, Any]:
     """The same drafter as a DeepSpec or classic EAGLE-3 config. Raises ValueError on a kind that this project does not
     have, and where engines would fill a gap differently; KeyError on a missing field."""
     kind, layers = config["speculators_model_type"], config[LAYERS]
-    if not isinstance(layers, Mapping):
-        raise ValueError(f"{LAYERS}={layers} must be an object with the sizes of the drafter's layers")
+    if layers.get("rope_parameters") is None and layers.get("rope_theta") is None:
+        raise ValueError(f"{LAYERS}: missing rope_parameters and rope_theta")
     own = {key: value for key, value in config.items() if key not in (LAYERS, "speculators_config", "model_type")}
     flat = {**layers, **own}
     if kind == "eagle3":
@@ -78,6 +78,8 @@ def _num_drafts(config: Mapping[str, Any]) -> int | None:
 
 def _counts(config: Mapping[str, Any], key: str) -> list[int]:
     """Layers passed, in ascending order, as engines feed them."""
+    if config.get(key) is None:
+        raise KeyError(key)
     counts = list(config[key])
     if counts != sorted(set(counts)) or counts[0] < 1:
         raise ValueError(

@@ -188,7 +188,7 @@ def test_a_config_that_is_not_json_is_named(native: Path) -> None:
 
 def test_an_unknown_format_is_named(native: Path) -> None:
     (native / "config.json").write_text('{"architectures": ["MambaModel"]}')
-    with pytest.raises(ValueError, match=r"neither format_version \(ours\) nor a known architecture.*MambaModel"):
+    with pytest.raises(ValueError, match=r"neither format_version \(ours\) nor .* a known architecture.*MambaModel"):
         load_drafter(native)
 
 
@@ -243,7 +243,7 @@ def test_a_missing_part_of_the_target_is_named(native: Path) -> None:
         ),
         ("slot_layout", "sideways", "sideways"),
         ("markov_head", "lstm", "lstm"),
-        ("num_draft_tokens", 0, r"num_draft_tokens must be at least 1, got 0"),
+        ("num_draft_tokens", 0, r"num_draft_tokens=0 must be a whole number above 0"),
         ("surprise", 1, "surprise"),
     ],
 )

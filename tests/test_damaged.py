@@ -1,5 +1,6 @@
-"""Checkpoints of every format in which one tensor is missing, extra, turned or of another kind: refused by its name."""
+"""Checkpoints of every format in which one tensor or field is damaged: refused by its name, never read otherwise."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from models.base import Drafter, SlotLayout
-from models.checkpoint import load_drafter, save_drafter
+from models.checkpoint import LoadedDrafter, load_drafter, save_drafter
 from models.files import read_json
 from tests.conftest import dflash_config, dspark_config, eagle3_config
 from tests.published_files import EMBEDDING, SPEC, build, write
@@ -102,3 +103,66 @@ def test_an_extra_tensor_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     folder = write(tmp_path, config, tensors | {"layers.7.mlp.up_proj.weight": torch.ones(2, 2)})
     with pytest.raises(ValueError, match=r"unexpected layers\.7\.mlp\.up_proj\.weight \[2, 2\]"):
         load_drafter(folder, target=SPEC)
+
+
+# ---- config.json
+
+
+def fields_of(config: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Paths of all fields, those of objects inside as well."""
+    found = []
+    for name, value in config.items():
+        found.append((*path, name))
+        if isinstance(value, dict):
+            found += fields_of(value, (*path, name))
+    return found
+
+
+def edited(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """A copy with another value at `path`; ... = without the field."""
+    name, *rest = path
+    if rest:
+        return config | {name: edited(config[name], tuple(rest), value)}
+    return {key: old for key, old in config.items() if key != name} | ({} if value is ... else {name: value})
+
+
+def meaning(loaded: LoadedDrafter) -> dict[str, Any]:
+    """Everything of a drafter that its config says, but for what training alone or nobody reads."""
+    drafter = loaded.drafter
+    spec = {**drafter.spec.to_dict(), "initializer_range": 0, "bos_token_id": 0, "pad_token_id": 0}
+    spec["model_type"] = ""  # of a target; engines are chosen by it, nothing is computed with it
+    spec["rope_parameters"] = {"rope_type": "default", **spec["rope_parameters"]}
+    own = {key: value for key, value in drafter.native_config().items() if key not in drafter.training_options}
+    return {"class": type(drafter).__name__, "spec": spec, **own}
+
+
+VALUES: dict[str, Any] = {"missing": ..., "null": None, "text": "wrong", "below zero": -3, "list": [[]], "object": {}}
+
+
+# Absent in many published files, and then what the projects that wrote them take.
+ABSENT = {("classic eagle3", "rope_theta")}
+
+
+@pytest.mark.parametrize("damage", VALUES)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_damaged_field_is_refused_by_name_or_changes_nothing(tmp_path: Path, kind: str, damage: str) -> None:
+    """A field that is only described, like dtype, may hold anything."""
+    config, tensors = FORMATS[kind](tmp_path)
+    if "native" not in kind:
+        write(tmp_path, config, tensors)
+    whole = meaning(load_drafter(tmp_path, target=SPEC))
+    refused = set()
+    for path in fields_of(config):
+        if damage in ("missing", "null") and (kind, path[0]) in ABSENT:
+            continue
+        (tmp_path / "config.json").write_text(json.dumps(edited(config, path, VALUES[damage])))
+        try:
+            found = meaning(load_drafter(tmp_path, target=SPEC))
+        except ValueError as error:
+            said = str(error)
+            names = {name for other in fields_of(config) if other[: len(path)] == path for name in other}
+            assert any(name in said for name in names) or "model.safetensors" in said, (path, said)
+            refused.add(path)
+            continue
+        assert found == whole, path
+    assert len(refused) >= 8, refused

@@ -107,7 +107,6 @@ def test_a_folder_of_a_causal_lm_is_one_and_a_drafter_is_not(
     assert is_language_model(tiny_target_config.path)
     save_drafter(build_dspark(tiny_target, tiny_target_config), tmp_path, target=IDENTITY)
     assert not is_language_model(str(tmp_path))
-    assert is_language_model("org/small-model")
     for name in ("outputs/demo/checkpoints", "./org/model", "/org/model", "nowhere"):
         assert not is_language_model(name)
 

@@ -175,7 +175,7 @@ def test_deepspec_without_heads_is_dflash(tmp_path: Path, layout: SlotLayout, fi
 
 def test_an_unknown_markov_head_is_named(tmp_path: Path) -> None:
     drafter = build(dspark_config(num_layers=2))
-    with pytest.raises(ValueError, match=r"config\.json: 'lstm' is not a valid MarkovHeadType"):
+    with pytest.raises(ValueError, match=r"config\.json: markov_head_type='lstm' must be vanilla, gated or rnn"):
         load_drafter(write(tmp_path, {**DEEPSPEC, "markov_head_type": "lstm"}, with_copies(drafter)))
 
 

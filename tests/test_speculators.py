@@ -128,7 +128,12 @@ def test_eagle3_drafts_as_written(tmp_path: Path, options: dict[str, Any]) -> No
         ("dspark", DSPARK, "aux_hidden_state_layer_ids", "missing 'aux_hidden_state_layer_ids'"),
         ("dspark", DSPARK, "mask_token_id", "missing 'mask_token_id'"),
         ("dspark", DSPARK, "transformer_layer_config", "missing 'transformer_layer_config'"),
-        ("dspark", {**DSPARK, "transformer_layer_config": "qwen3"}, None, "must be an object with the sizes"),
+        (
+            "dspark",
+            {**DSPARK, "transformer_layer_config": "qwen3"},
+            None,
+            "transformer_layer_config='qwen3' must be an object",
+        ),
         ("dspark", {**DSPARK, "draft_vocab_size": 20}, None, "draft_vocab_size=20 of 60 tokens"),
         ("dspark", {**DSPARK, "aux_hidden_state_layer_ids": [0, 6, 9]}, None, "0 is the embedding"),
         ("dspark", {**DSPARK, "aux_hidden_state_layer_ids": [6, 2, 9]}, None, "must ascend from 1 "),

@@ -153,7 +153,7 @@ def serve_command(drafter: Drafter, engine: Engine, target: str, *, calibrated: 
         )
     return (
         text
-        + "\n\nWithout `draft_sample_method` drafts are greedy, which is as lossless and accepts less when sampling."
+        + "\n\nWithout `draft_sample_method` drafts are greedy: as lossless, but not how it was trained and measured."
     )
 
 

@@ -21,10 +21,12 @@ from models.target import TargetConfig, TargetIdentity, load_hf_config, load_tok
 # vLLM's method (and SGLang's algorithm) of each architecture: left out, vLLM would go by words in the folder's path.
 METHODS = {
     "Qwen3DSparkModel": "dspark",
+    "Gemma4DSparkModel": "dspark",
     "DFlashDraftModel": "dflash",
     "LlamaForCausalLMEagle3": "eagle3",
     "Eagle3Qwen3ForCausalLM": "eagle3",
     "Qwen3Eagle3Model": "eagle3",
+    "Gemma4Eagle3Model": "eagle3",
 }
 
 
@@ -147,7 +149,7 @@ def serve_command(drafter: Drafter, engine: Engine, target: str, *, calibrated: 
         f"  '{json.dumps(options | {'draft_sample_method': 'probabilistic'})}'",
     )
     if engine is Engine.deepspec:
-        served = config["architectures"] == ["Qwen3DSparkModel"] and config["markov_rank"] > 0
+        served = method == "dspark" and config["markov_rank"] > 0
         return "For DeepSpec's evaluator. " + (
             f"vLLM reads it, too:\n\n{text}" if served else "To serve it, export it with engine=vllm or engine=sglang."
         )

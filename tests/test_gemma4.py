@@ -17,7 +17,7 @@ from transformers.models.gemma4.modeling_gemma4 import (
 from models.attention import cache_mixer
 from models.base import Engine
 from models.checkpoint import load_drafter
-from models.export import export_drafter
+from models.export import export_drafter, serve_command
 from models.files import read_json
 from models.gemma4 import Gemma4BlockLayer, Gemma4PairLayer
 from models.layer_styles import LayerStyle
@@ -221,6 +221,8 @@ def test_what_knows_such_layers_gets_them_and_the_rest_is_refused(tmp_path: Path
     assert layers.rope_parameters["full_attention"] == drafter.spec.rope_parameters
     assert (layers.final_logit_softcapping, layers.hidden_activation) == (5.0, "gelu_pytorch_tanh")
     check_drafts(load_drafter(tmp_path, target=drafter.spec).drafter, drafter)
+    card = serve_command(drafter, engine, "org/target")
+    assert ('"method": "dspark"' in card) == (engine is Engine.vllm or kind == "dspark")
 
 
 def test_a_gemma_4_file_without_what_makes_its_layers_is_refused_by_name(tmp_path: Path) -> None:

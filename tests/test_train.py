@@ -62,6 +62,7 @@ def train_config(folder: Path, **changes: Any) -> TrainConfig:
         "optim": OPTIM,
         "warm_start": False,
         "init": None,
+        "allow_pickle": False,
         "resume": "auto",
         "extend": False,
         "log_every": 2,

@@ -8,14 +8,21 @@ from pathlib import Path
 from typing import Any
 
 
+UMASK = os.umask(0)
+os.umask(UMASK)
+
+
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write(temporary)` beside `path`, then fsync and rename, so a reader never sees half a file.
 
-    The folder is fsynced after the rename; a crash leaves at most a `.tmp` file, which the next write replaces.
+    The folder is fsynced after the rename; a crash leaves at most a `.tmp` file, which the next write replaces. The file
+    has the user's usual mode, whatever its writer gave it: safetensors keeps its files from everybody else, an engine
+    that serves them under another account included.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     write(temporary)
+    temporary.chmod(0o666 & ~UMASK)
     fsync(temporary)
     temporary.replace(path)
     fsync(path.parent)

@@ -96,6 +96,12 @@ def test_weights_are_rounded_once_and_token_ids_never(tmp_path: Path, engine: En
             assert ours is None or torch.equal(tensor, ours.to(tensor.dtype)), name
 
 
+def test_an_export_is_readable_by_whom_the_users_files_are(tmp_path: Path) -> None:
+    export(build(DRAFTERS["dspark"]), tmp_path, Engine.vllm)
+    (tmp_path / "usual").touch()
+    assert {path.stat().st_mode for path in tmp_path.iterdir()} == {(tmp_path / "usual").stat().st_mode}
+
+
 @pytest.mark.parametrize("engine", list(Engine))
 def test_equal_work_gives_equal_bytes(tmp_path: Path, engine: Engine) -> None:
     for name in ("a", "b"):

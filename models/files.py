@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-
 UMASK = os.umask(0)
 os.umask(UMASK)
 
@@ -15,9 +14,9 @@ os.umask(UMASK)
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write(temporary)` beside `path`, then fsync and rename, so a reader never sees half a file.
 
-    The folder is fsynced after the rename; a crash leaves at most a `.tmp` file, which the next write replaces. The file
-    has the user's usual mode, whatever its writer gave it: safetensors keeps its files from everybody else, an engine
-    that serves them under another account included.
+    The folder is fsynced after the rename; a crash leaves at most a `.tmp` file, which the next write replaces.
+    The file has the user's usual mode: safetensors' own keeps it from everybody else, an engine that serves it under
+    another account included.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")

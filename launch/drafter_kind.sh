@@ -10,7 +10,7 @@ fi
 field() { # of the first line that has it: export.py writes a line for each field
   sed -nE "s/^ *\"$1\": \"?([A-Za-z0-9_]+)\"?,?\$/\1/p" "$config" | head -n 1
 }
-case $(grep -oE -m 1 '"(Qwen3DSparkModel|Gemma4DSparkModel|DSparkDraftModel|DFlashDraftModel|LlamaForCausalLMEagle3|Eagle3Qwen3ForCausalLM|Eagle3DraftModel)"' "$config") in
+case $(grep -oE -m 1 '"(Qwen3DSparkModel|Gemma4DSparkModel|DSparkDraftModel|DFlashDraftModel|DFlash2DraftModel|LlamaForCausalLMEagle3|Eagle3Qwen3ForCausalLM|Eagle3DraftModel)"' "$config") in
   *DSpark*) kind=dspark ;;
   *DFlash*) kind=dflash ;;
   *Eagle3*) kind=eagle3 ;;

@@ -88,10 +88,13 @@ class BlockDrafter(Drafter):
         self.decay = published_decay(config.num_draft_tokens) if config.decay is None else config.decay
         self.fc = Linear(len(target_layer_ids) * spec.hidden_size, spec.hidden_size, bias=False)
         self.hidden_norm = style.norm(spec.hidden_size, spec.rms_norm_eps)
-        self.layers = nn.ModuleList(style.block(spec) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(self.build_layer() for _ in range(config.num_layers))
         self.norm = style.norm(spec.hidden_size, spec.rms_norm_eps)
         self.rotary = Rotary(spec)
         self.apply(self.init_weights)
+
+    def build_layer(self) -> BlockLayer:
+        return self.config.layer_style.classes.block(self.spec)
 
     @property
     def num_slots(self) -> int:

@@ -18,7 +18,12 @@ from models.spec import TargetSpec
 
 MARKOV = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 SPECULATORS_VERSION = "0.9.0"  # whose fields these are
-CLASSES = {"eagle3": "Eagle3DraftModel", "dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
+CLASSES = {
+    "eagle3": "Eagle3DraftModel",
+    "dflash": "DFlashDraftModel",
+    "dflash2": "DFlash2DraftModel",
+    "dspark": "DSparkDraftModel",
+}
 # Families (model_type) of targets that an engine runs but does not read hidden states out of.
 NOT_READ_OUT = {
     Engine.vllm: ("gemma3_text",),
@@ -173,20 +178,14 @@ def block_serving(drafter: BlockDrafter, engine: Engine, heads: Mapping[str, boo
     """
     spec, in_place, style = drafter.spec, drafter.slot_layout is SlotLayout.in_place, drafter.config.layer_style
     check_style(style, spec, engine, served=(Engine.deepspec, Engine.vllm))
-    tensors, num_layers = dict(drafter.state_dict()), drafter.config.num_layers
-    if style is LayerStyle.gemma4:
-        if drafter.config.sliding_window is not None:
-            raise refusal(engine, "model.layer_style=gemma4 and a sliding window", "such layers are global; use null")
-        fields = {**gemma4_fields(spec, num_layers=num_layers), "architectures": ["Gemma4DSparkModel"]}
-    else:
-        fields = layer_fields(spec, "qwen3", num_layers=num_layers)
-        fields |= window_fields(num_layers, drafter.config.sliding_window)
-        fields["architectures"] = ["Qwen3DSparkModel"]
-    fields |= {"is_causal": False, "num_target_layers": spec.num_layers, "target_hidden_size": spec.hidden_size}
+    if style is LayerStyle.gemma4 and drafter.config.sliding_window is not None:
+        raise refusal(engine, "model.layer_style=gemma4 and a sliding window", "such layers are global; use null")
+    tensors, fields = dict(drafter.state_dict()), block_fields(drafter)
+    fields["architectures"] = ["Qwen3DSparkModel" if style is LayerStyle.qwen3 else "Gemma4DSparkModel"]
     if engine is Engine.deepspec:
         return _deepspec(drafter, fields, heads)
     if heads is None and in_place and style is LayerStyle.qwen3:
-        return _dflash(drafter, fields, engine)
+        return _dflash(drafter, fields, engine, kind="dflash", sizes={}, tensors=tensors)
     if heads is None or not heads["markov_rank"]:
         heads = {
             "enable_confidence_head": False,
@@ -221,16 +220,47 @@ def frozen_copies(drafter: BlockDrafter) -> dict[str, torch.Tensor]:
     return {"embed_tokens.weight": drafter.embedding, "lm_head.weight": drafter.head}
 
 
-def _dflash(drafter: BlockDrafter, fields: Mapping[str, Any], engine: Engine) -> Serving:
+def dflash2_serving(
+    drafter: BlockDrafter, engine: Engine, own: Mapping[str, int], tensors: Mapping[str, torch.Tensor]
+) -> Serving:
+    """A DFlash 2 with `own` sizes; `tensors` under published names."""
+    check_served(drafter.spec, engine)
+    if engine not in (Engine.vllm, Engine.sglang, Engine.speculators):
+        raise refusal(engine, "a path selector", "only vllm, sglang and speculators know DFlash 2")
+    return _dflash(drafter, block_fields(drafter), engine, kind="dflash2", sizes=own, tensors=tensors)
+
+
+def block_fields(drafter: BlockDrafter) -> dict[str, Any]:
+    """Sizes of the layers, windows, causality, and what is fed to them."""
+    spec, num_layers = drafter.spec, drafter.config.num_layers
+    if drafter.config.layer_style is LayerStyle.gemma4:
+        fields = gemma4_fields(spec, num_layers=num_layers)
+    else:
+        fields = layer_fields(spec, "qwen3", num_layers=num_layers)
+        fields |= window_fields(num_layers, drafter.config.sliding_window)
+    return fields | {"is_causal": False, "num_target_layers": spec.num_layers, "target_hidden_size": spec.hidden_size}
+
+
+def _dflash(
+    drafter: BlockDrafter,
+    fields: Mapping[str, Any],
+    engine: Engine,
+    *,
+    kind: str,
+    sizes: Mapping[str, int],
+    tensors: Mapping[str, torch.Tensor],
+) -> Serving:
     """in_place without heads: z-lab's own layout, whose engines lend embedding and head."""
     own = {"draft_vocab_size": drafter.spec.vocab_size, "mask_token_id": drafter.mask_token_id}
     if engine is Engine.speculators:
-        tensors = {**drafter.state_dict(), **frozen_copies(drafter)}
-        return Serving(_speculators_block(drafter, "dflash", fields, own), tensors)
+        return Serving(
+            _speculators_block(drafter, kind, fields, {**own, **sizes}), {**tensors, **frozen_copies(drafter)}
+        )
     own |= {"block_size": drafter.num_slots, "target_layer_ids": list(drafter.target_layer_ids)}
-    nested = {**own, "causal": False, "sample_from_anchor": False, "num_target_layers": drafter.spec.num_layers}
-    config = {**fields, **own, "architectures": ["DFlashDraftModel"], "sample_from_anchor": False}
-    return Serving(config | {"dflash_config": nested}, drafter.state_dict())
+    nested = {**own, **sizes, "causal": False, "sample_from_anchor": False}
+    nested["num_target_layers"] = drafter.spec.num_layers
+    config = {**fields, **own, "architectures": [CLASSES[kind]], "sample_from_anchor": False}
+    return Serving(config | {"dflash_config": nested}, dict(tensors))
 
 
 def _speculators_block(

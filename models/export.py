@@ -23,8 +23,11 @@ METHODS = {
     "Qwen3DSparkModel": "dspark",
     "Gemma4DSparkModel": "dspark",
     "DFlashDraftModel": "dflash",
+    "DFlash2DraftModel": "dflash",  # vLLM: the V2 runner only
     "LlamaForCausalLMEagle3": "eagle3",
     "Eagle3Qwen3ForCausalLM": "eagle3",
+    "Eagle3DraftModel": "eagle3",  # speculators
+    "DSparkDraftModel": "dspark",
     "Qwen3Eagle3Model": "eagle3",
     "Gemma4Eagle3Model": "eagle3",
 }
@@ -129,7 +132,7 @@ def serve_command(drafter: Drafter, engine: Engine, target: str, *, calibrated: 
             f"llama-server --model TARGET.gguf --spec-draft-model {name} --spec-type {speculative_type(config)}",
             f"  --spec-draft-n-max {drafts}",
         )
-    method = config.get("speculators_model_type") or METHODS[config["architectures"][0]]
+    method = METHODS[config["architectures"][0]]
     if engine is Engine.sglang:
         own = {
             "eagle3": f"--speculative-num-steps {drafts} --speculative-eagle-topk 1 "

@@ -37,7 +37,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
 FIELDS = {
     "a whole number above 0": "block_size draft_num_hidden_layers draft_vocab_size? global_head_dim? head_dim "
     "hidden_size intermediate_size max_position_embeddings num_attention_heads num_aux_hidden_states? num_draft_tokens "
-    "num_fused_layers? sampled_vocabulary? "
+    "num_fused_layers? sampled_vocabulary? conv_kernel_size conv_group_size selector_rank selector_top_k "
     "num_global_key_value_heads? num_global_kv_heads num_heads num_hidden_layers num_key_value_heads num_kv_heads "
     "num_layers num_target_layers? sliding_window? speculative_tokens target_hidden_size? ttt_length vocab_size",
     "a whole number": "mask_token_id markov_rank",

@@ -157,12 +157,21 @@ class BlockLayer(nn.Module):
         mix: Mixer,
         num_blocks: int,  # A
     ) -> Tensor:
-        normed = self.input_layernorm(x)
+        return self.finish(x, self.attend(self.input_layernorm(x), rotary, context, mix, num_blocks))
+
+    def attend(
+        self,
+        normed: Tensor,  # [B, A*Q, D]
+        rotary: tuple[Tensor, Tensor],
+        context: tuple[Tensor, Tensor],
+        mix: Mixer,
+        num_blocks: int,
+    ) -> Tensor:
+        """Mixed heads [B, A*Q, H*d] of slots that see their context and their own block."""
         keys, values = self.self_attn.keys_values(normed, *rotary)
         queries = self.self_attn.queries(normed, *rotary)
         queries, keys, values = (part.unflatten(1, (num_blocks, -1)) for part in (queries, keys, values))
-        mixed = mix(queries, (keys, values), context)
-        return self.finish(x, mixed.reshape(*x.shape[:2], -1))
+        return mix(queries, (keys, values), context).reshape(*normed.shape[:2], -1)
 
     def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
         """residual [..., D], mixed heads [..., H*d] -> [..., D]."""

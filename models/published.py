@@ -18,6 +18,7 @@ from transformers import AutoConfig
 from models.base import Drafter, SlotLayout
 from models.block import BlockConfig
 from models.dflash import DFlash, DFlashConfig
+from models.dflash2 import Codebooks, DFlash2, DFlash2Config, Gold
 from models.dspark import DSpark, DSparkConfig, MarkovHeadType
 from models.eagle3 import Eagle3, Eagle3Config
 from models.engines import MARKOV
@@ -183,6 +184,26 @@ def _is_zero(tensors: Mapping[str, Tensor], names: Sequence[str]) -> bool:
     return all(name in tensors and not tensors[name].any() for name in names)
 
 
+def _read_dflash2(config: Mapping[str, Any], tensors: dict[str, Tensor], spec: TargetSpec) -> Published:
+    """z-lab's layout with convolutions and a selector; in the speculators format with copies of the frozen matrices."""
+    merged = {**config, **(config.get("dflash_config") or {})}
+    if merged.get("sample_from_anchor"):
+        raise ValueError("architecture DFlash2DraftModel is in_place, but sample_from_anchor=true says anchor_first")
+    for name, plain in (("output_multiplier", 1), ("input_embedding_scale", 1), ("final_logit_softcapping", 0)):
+        if (merged.get(name) or plain) != plain:
+            raise ValueError(f"{name}={merged[name]} of a DFlash 2 is not supported")
+    sizes = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    own = DFlash2Config(
+        **_block_options(merged, in_place=True, num_draft_tokens=merged["block_size"] - 1),
+        **{name: merged[name] for name in sizes},
+        codebooks=Codebooks.tables,
+        gold=Gold.inject,
+        selector_weight=1.0,
+    )
+    places = {"target_layer_ids": tuple(merged["target_layer_ids"]), "mask_token_id": merged["mask_token_id"]}
+    return _with_frozen_copies(DFlash2(own, spec, **places), tensors)
+
+
 def _block_options(config: Mapping[str, Any], *, in_place: bool, num_draft_tokens: int) -> dict[str, Any]:
     """The fields of `BlockConfig`; loss options, which no file holds, as published for DFlash."""
     options = BlockConfig(
@@ -319,6 +340,7 @@ READERS: dict[str, Callable[[Mapping[str, Any], dict[str, Tensor], TargetSpec], 
     "Qwen3DSparkModel": _read_dspark,
     "Gemma4DSparkModel": _read_dspark,
     "DFlashDraftModel": _read_zlab,
+    "DFlash2DraftModel": _read_dflash2,
     "Qwen3Eagle3Model": _read_deepspec_eagle3,
     "Gemma4Eagle3Model": _read_deepspec_eagle3,
     "LlamaForCausalLMEagle3": _read_classic_eagle3,

@@ -163,7 +163,7 @@ class Sampler:
     ) -> Tensor:
         """Probabilities of logits [B, V] behind drafted [B, T], tokens that are not committed; or of all slots at once
         of logits [B, Q, V], where slot q stands behind the first q tokens of drafted [B, Q - 1], or behind those that
-        `behind` [B, Q, T] says. `columns` [V]: token of each column where they are not the whole vocabulary.
+        `behind` [B, Q, T] says. `columns` [V] or [B, V]: token of each column where they are not the whole vocabulary.
         """
         if self.seen is not None:
             slots = logits.float() if logits.dim() == 3 else logits.float()[:, None]
@@ -174,10 +174,10 @@ class Sampler:
                 behind = order.tril(-1) if logits.dim() == 3 else order
             whole = slots
             if columns is not None:  # a token outside of them has no logit to be penalised
-                whole = slots.new_zeros(*slots.shape[:2], self.seen.output.shape[1])
-                whole[..., columns] = slots
+                columns = (columns if columns.dim() == 1 else columns[:, None]).expand_as(slots)
+                whole = slots.new_zeros(*slots.shape[:2], self.seen.output.shape[1]).scatter_(2, columns, slots)
             whole = self.seen.penalise(whole, drafted, behind, self.config)
-            logits = (whole if columns is None else whole[..., columns]).view_as(logits)
+            logits = (whole if columns is None else whole.gather(2, columns)).view_as(logits)
         return probs_from_logits(logits, self.config)
 
     def draw(self, probs: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
@@ -201,12 +201,12 @@ class Sampler:
 
     def ranked(self, logits: Tensor, ids: Tensor | None = None) -> Tensor | None:
         """The likeliest tokens of a drafter's logits [..., V or W], most likely first, before filters: target ids
-        [..., count], `ids` [W] those of its columns; None where nobody asks."""
+        [..., count], `ids` [W] or [..., W] those of its columns; None where nobody asks."""
         if self.ranking is None:
             return None
         began = time.perf_counter()
         columns = logits.topk(min(self.ranking.count, logits.shape[-1]), dim=-1).indices
-        found = columns if ids is None else ids[columns]
+        found = columns if ids is None else ids.expand_as(logits).gather(-1, columns)
         self.ranking.seconds += time.perf_counter() - began
         return found
 

@@ -25,9 +25,9 @@ def as_published(config: Mapping[str, Any]) -> dict[str, Any]:
     flat = {**layers, **own}
     if kind == "eagle3":
         return flat | _eagle3(config, layers)
-    if kind in ("dflash", "dspark"):
+    if kind in ("dflash", "dflash2", "dspark"):
         return flat | _block(config, layers)
-    raise ValueError(f"speculators_model_type={kind} is not supported, only eagle3, dflash and dspark")
+    raise ValueError(f"speculators_model_type={kind} is not supported, only eagle3, dflash, dflash2 and dspark")
 
 
 def _eagle3(config: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,8 +52,9 @@ def _block(config: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str, An
             f"draft_vocab_size={size} of {whole} tokens: block drafters of a reduced vocabulary are not supported"
         )
     in_place = not config["sample_from_anchor"]  # where it is absent engines differ
-    if config["speculators_model_type"] == "dflash" and not in_place:
-        raise ValueError("speculators_model_type=dflash with sample_from_anchor=true is served by no engine")
+    kind = config["speculators_model_type"]
+    if kind != "dspark" and not in_place:
+        raise ValueError(f"speculators_model_type={kind} with sample_from_anchor=true is served by no engine")
     drafts, block_size = _num_drafts(config), config["block_size"]
     if drafts not in (None, block_size - in_place):
         raise ValueError(
@@ -66,8 +67,10 @@ def _block(config: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str, An
         "target_layer_ids": [count - 1 for count in _counts(config, "aux_hidden_state_layer_ids")],
         "is_causal": not config.get("sliding_window_non_causal", False),  # of sliding layers
     }
-    if config["speculators_model_type"] == "dflash":
+    if kind == "dflash":
         found |= {"markov_rank": 0, "enable_confidence_head": False}
+    if kind == "dflash2":  # whose architecture counts the known token
+        found |= {"architectures": ["DFlash2DraftModel"], "block_size": block_size}
     return found
 
 

@@ -35,6 +35,7 @@ from data.shards import encode_record, publish, write_shard
 from data.store import FeatureStore, StoreHeader, StoreRecord
 from models.base import SlotLayout
 from models.dflash import DFlash, DFlashConfig
+from models.dflash2 import Codebooks, DFlash2Config, Gold
 from models.dspark import DSpark, DSparkConfig, MarkovHeadType
 from models.eagle3 import Eagle3, Eagle3Config
 from models.files import write_json
@@ -216,6 +217,21 @@ def dspark_config(**changes: Any) -> DSparkConfig:
 
 def dflash_config(**changes: Any) -> DFlashConfig:
     return DFlashConfig(**BLOCK_OPTIONS | changes)
+
+
+def dflash2_config(**changes: Any) -> DFlash2Config:
+    """A small DFlash 2, in place as engines serve it."""
+    own = {
+        "slot_layout": SlotLayout.in_place,
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 8,
+        "selector_top_k": 6,
+        "codebooks": Codebooks.tables,
+        "gold": Gold.inject,
+        "selector_weight": 1.0,
+    }
+    return DFlash2Config(**BLOCK_OPTIONS | own | changes)
 
 
 def eagle3_config(**changes: Any) -> Eagle3Config:

@@ -20,11 +20,20 @@ from models import masks
 from models.base import Drafter, SlotLayout
 from models.block import BlockDrafter
 from models.cache import KVCache
+from models.dflash2 import Codebooks
 from models.dspark import MarkovHeadType
 from models.layer_styles import LayerStyle
 from models.sampling import Sampler, SamplingConfig
 from models.target import Target, TargetConfig, TargetOutput
-from tests.conftest import build_drafter, dflash_config, dspark_config, eagle3_config, planted_fault, train_briefly
+from tests.conftest import (
+    build_drafter,
+    dflash2_config,
+    dflash_config,
+    dspark_config,
+    eagle3_config,
+    planted_fault,
+    train_briefly,
+)
 from tests.teacher_forced import Text, drafts_after, text_of
 
 K, LENGTH = 4, 24
@@ -33,6 +42,8 @@ MODELS: dict[str, Any] = {
     "dflash": dflash_config(),
     "dflash_in_place": dflash_config(slot_layout=SlotLayout.in_place),
     "dflash_window": dflash_config(sliding_window=6),
+    "dflash2": dflash2_config(),
+    "dflash2_anchor_first": dflash2_config(slot_layout=SlotLayout.anchor_first, codebooks=Codebooks.projected),
     "dspark": dspark_config(),
     "dspark_in_place_rnn": dspark_config(slot_layout=SlotLayout.in_place, markov_head=MarkovHeadType.rnn),
     "dspark_gated": dspark_config(markov_head=MarkovHeadType.gated),

@@ -16,7 +16,7 @@ from models.dspark import MarkovHeadType
 from models.export import export_drafter, serve_command
 from models.files import read_json
 from models.target import TargetConfig, TargetIdentity
-from tests.conftest import dflash_config, dspark_config, eagle3_config, files_of
+from tests.conftest import dflash2_config, dflash_config, dspark_config, eagle3_config, files_of
 from tests.published_files import EMBEDDING, HEAD, LAYER_IDS, SPEC, build, check_same_drafts
 
 IN_PLACE: dict[str, Any] = {"slot_layout": SlotLayout.in_place}
@@ -35,6 +35,8 @@ BLOCKS: dict[str, Any] = {
 }
 DRAFTERS: dict[str, Any] = {
     **BLOCKS,
+    "dflash2": dflash2_config(num_layers=2),
+    "dflash2, window": dflash2_config(sliding_window=9),
     "dspark gated": dspark_config(markov_head=MarkovHeadType.gated),
     "dspark rnn": dspark_config(**RNN),
     "eagle3": eagle3_config(),

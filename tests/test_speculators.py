@@ -122,7 +122,12 @@ def test_eagle3_drafts_as_written(tmp_path: Path, options: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("kind", "fields", "dropped", "message"),
     [
-        ("peagle", EAGLE3, None, "speculators_model_type=peagle is not supported, only eagle3, dflash and dspark"),
+        (
+            "peagle",
+            EAGLE3,
+            None,
+            "speculators_model_type=peagle is not supported, only eagle3, dflash, dflash2 and dspark",
+        ),
         ("dflash", {**DFLASH, "sample_from_anchor": True}, None, "sample_from_anchor=true is served by no engine"),
         ("dspark", DSPARK, "sample_from_anchor", "missing 'sample_from_anchor'"),
         ("dspark", DSPARK, "aux_hidden_state_layer_ids", "missing 'aux_hidden_state_layer_ids'"),

@@ -1,12 +1,7 @@
 """Exported drafters in llama.cpp: the same tokens, and the same drafts proposed and accepted, prompt by prompt.
 
-How llama.cpp (11549) counts, and how its counts follow from our rounds:
-- With r tokens to go it drafts at most r - 1, so that drafts and bonus token never overshoot; both counts of a round
-  are capped there. Our rounds are in full.
-- Sampling stops at an accepted end token, which is then counted as that round's bonus token: one accepted draft less
-  than in our round. What was drafted behind it counts as proposed; our round stops counting at the end token.
-- The first token comes from the prompt's own forward, in both.
-A mean over prompts hides faults that these pairs show: a drafter that reads the wrong layers loses a few per cent only.
+How its counts follow from our rounds stands in eval/counting.py. A mean over prompts hides faults that these pairs
+show: a drafter that reads the wrong layers loses a few per cent only.
 """
 
 import copy
@@ -21,6 +16,7 @@ import pytest
 import torch
 
 from data.store import FeatureStore
+from eval.counting import as_llama_cpp
 from eval.decode import DecodeConfig, decode
 from eval.rounds import Generation
 from eval.schedule import Schedule, ScheduleName
@@ -68,14 +64,9 @@ def runtime(target: Target, drafter: BlockDrafter, prompts: list[list[int]], thr
 
 
 def as_llama_cpp_counts(generation: Generation) -> Served:
-    """See above. Behind an accepted end token NUM_DRAFT_TOKENS are assumed proposed: schedule=fixed only."""
-    to_go, proposed, accepted = NUM_TOKENS - 1, 0, 0
-    for round_ in generation.rounds:
-        ended = not round_.bonus
-        proposed += min(NUM_DRAFT_TOKENS if ended else round_.proposed, to_go - 1)
-        accepted += min(round_.accepted - ended, to_go - 1)
-        to_go -= round_.accepted + round_.bonus
-    return Served(generation.tokens, proposed, accepted)
+    counts = as_llama_cpp(generation, NUM_TOKENS)
+    assert counts.rounds == len(generation.tokens) - 1 - counts.accepted, "which is how its rounds are counted"
+    return Served(generation.tokens, counts.proposed, counts.accepted)
 
 
 def llama_cpp(

@@ -85,6 +85,9 @@ class EvalConfig:
     check_transformers: int
     feature_dtype: str | None
     cuda_graphs: bool
+    server: str | None
+    api_key_file: str | None
+    request_timeout: float
     tracker: TrackerName | None
     wandb: WandbConfig
 

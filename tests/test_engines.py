@@ -7,7 +7,7 @@ show: a drafter that reads the wrong layers loses a few per cent only.
 import copy
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,17 @@ from eval.schedule import Schedule, ScheduleName
 from eval.verify import Rule
 from models.base import Serving, SlotLayout
 from models.block import BlockDrafter
+from models.checkpoint import save_drafter
 from models.dflash import DFlash
 from models.dspark import DSpark
 from models.export import export_drafter
+from models.files import read_json
 from models.sampling import SamplingConfig
-from models.target import Target, TargetConfig
+from models.target import Target, TargetConfig, TargetIdentity
 from tests.conftest import build_drafter, build_dspark, dflash_config, train_briefly
 from tests.gguf_target import write_target
-from tests.llama_cpp import Served, serve
+from tests.llama_cpp import Served, running, serve
+from tests.test_scripts import Script, fails, prompts_file, script  # noqa: F401 (fixtures)
 
 NUM_TOKENS, NUM_DRAFT_TOKENS = 48, 4
 UNSEEN = 0  # <pad>, which the tiny target never says: as end token it lets every answer run to NUM_TOKENS
@@ -174,3 +177,34 @@ def test_a_wrong_export_does_not_pass(
     expected = [as_llama_cpp_counts(g) for g in runtime(endless, tiny_dspark, tiny_prompts, 0.0)]
     assert [answer.tokens for answer in served] == [answer.tokens for answer in expected]
     assert served != expected
+
+
+def test_eval_measures_a_running_llama_cpp(
+    script: Script,
+    fails: Callable[..., str],
+    prompts_file: Path,
+    tiny_target: Target,
+    tiny_dspark: DSpark,
+    tiny_identity: TargetIdentity,
+    tmp_path: Path,
+) -> None:
+    """Equal counts prompt by prompt, stop tokens and all; and one error where it drafts another number of tokens."""
+    save_drafter(tiny_dspark, tmp_path / "drafter", target=asdict(tiny_identity))
+    write_target(tiny_target, tmp_path / "target.gguf", end_token_id=tiny_target.spec.eos_token_ids[0])
+    export_drafter(tiny_dspark, tmp_path, engine="gguf", dtype=torch.float32, card="")
+    asked = [f"draft={tmp_path / 'drafter'}", f"output_dir={tmp_path}", f"tasks=[{prompts_file}]", "num_prompts=12"]
+    asked += [f"max_new_tokens={NUM_TOKENS}", "baselines=[]", "race=null", "check_transformers=0", "temperature=[0,1]"]
+    served = tmp_path / "target.gguf", tmp_path / "dspark.gguf"
+    with running(*served, num_draft_tokens=NUM_DRAFT_TOKENS) as url:
+        script("eval", *asked, "batch_size=1", f"server={url}")
+        found = read_json(tmp_path / "eval" / "report.json")["server"]
+        greedy, sampled = found["rows"]
+        assert (found["engine"], found["vocab_size"], found["context"]) == ("llama.cpp", 55, 512)
+        assert greedy["equal_counts"] == greedy["equal_outputs"] == greedy["num_prompts"] == 12
+        assert greedy["counts"] == greedy["offline_counts"] and greedy["counts"]["accepted"] > 12
+        assert "the same counts on every prompt" in (tmp_path / "summary.md").read_text()
+        assert sampled["interval"] is not None and sampled["acceptance_length"] > 1
+        assert "here num_draft_tokens=3: set that to the server's" in fails(
+            "eval", *asked, f"server={url}", "num_draft_tokens=3"
+        )
+    assert f"server {url} does not answer" in fails("eval", *asked, f"server={url}")

@@ -300,7 +300,7 @@ def find_engine(server: str, *, api_key_file: str | None, timeout: float, concur
     """Asks the server which engine it is. Raises ValueError where it cannot be reached or is none that is known."""
     urls = server_urls(server)
     if len(urls) != 1:
-        raise ValueError(f"server={server} must be one URL: eval.py measures one engine at a time")
+        raise ValueError(f"server= must be one URL, got {len(urls)}: eval.py measures one engine at a time")
     if not timeout > 0:
         raise ValueError(f"request_timeout must be more than 0, got {timeout}")
     url, auth = without_credentials(urls[0])

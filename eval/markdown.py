@@ -164,9 +164,8 @@ def server_setting(found: Mapping[str, Any]) -> str:
     count = found["concurrency"]
     at_a_time = "one request at a time" if count == 1 else f"{count} requests at a time"
     return (
-        f"A running engine: {_engine(found)} at {found['url']}, model {found['model']} "
-        f"({told or 'float type not told'}); "
-        f"{at_a_time}, seed {found['seed']}. Acceptance lengths of both as it counts: {found['counted']}."
+        f"A running engine: {_engine(found)}, model {found['model']} ({told or 'float type not told'}); {at_a_time}, "
+        f"seed {found['seed']}. Acceptance lengths of both as it counts: {found['counted']}."
     )
 
 
@@ -195,23 +194,28 @@ def server_table(found: Mapping[str, Any]) -> list[list[str]]:
 
 
 def server_verdict(found: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    """Whether it agrees with the runtime here; and where not, the likely causes."""
+    """Whether it agrees with the runtime here, and on which tasks not; and where not, the likely causes."""
     what = f"{_engine(found)} at T={row['temperature']:g}, K={row['num_draft_tokens']}"
     if row["difference"] is None:
         return f"{what}: no rounds to compare."
     lengths = f"{row['acceptance_length']:.3f} tokens a round, {row['offline_acceptance_length']:.3f} here"
-    if not row["agrees"]:
-        causes = "; ".join(f"({place}) {cause}" for place, cause in enumerate(row["causes"], start=1))
-        return (
-            f"{what}: {lengths}, counted alike: they DISAGREE by more than {found['tolerance']:.0%} "
-            f"({row['difference']:+.1%}). Likely causes: {causes}."
-        )
-    agreement = f"they agree within {found['tolerance']:.0%} ({row['difference']:+.1%})"
+    within = f"{found['tolerance']:.0%} ({row['difference']:+.1%})"
     if row["equal_counts"] == row["num_prompts"]:
-        agreement = "the same counts on every prompt"
-    elif row["equal_counts"] is not None:
-        agreement += f", with the same counts on {row['equal_counts']} of {row['num_prompts']} prompts"
-    return f"{what}: {lengths}, counted alike: {agreement}."
+        verdict = "the same counts on every prompt"
+    elif row["agrees"]:
+        verdict = f"they agree within {within}"
+        if row["equal_counts"] is not None:
+            verdict += f", with the same counts on {row['equal_counts']} of {row['num_prompts']} prompts"
+    else:
+        verdict = f"they DISAGREE by more than {within}"
+    tasks = [part for part in row["tasks"] if not part["agrees"] and part["difference"] is not None]
+    if tasks and len(row["tasks"]) > 1:
+        apart = ", ".join(f"{part['task']} {part['difference']:+.1%}" for part in tasks)
+        verdict += f"; by more than {found['tolerance']:.0%} on: {apart}"
+    if row["causes"]:
+        causes = "; ".join(f"({place}) {cause}" for place, cause in enumerate(row["causes"], start=1))
+        verdict += f". Likely causes: {causes}"
+    return f"{what}: {lengths}, counted alike: {verdict}."
 
 
 def _engine(found: Mapping[str, Any]) -> str:

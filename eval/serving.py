@@ -126,12 +126,14 @@ class Serving:
             )
 
     def _row(self, measured: Pass) -> dict[str, Any]:
+        self._check_sizes(measured.prompts)  # later turns are longer than those that were probed
         temperature = measured.about["temperature"]
         plan = PassPlan(self.subject, temperature, self.num_draft_tokens, FIXED, self.config.rule, MAIN)
         settings = self._settings(plan.decoding(self.config).sampling, measured.about["max_new_tokens"])
         parts = {task: self._part(measured, task, settings) for task in dict.fromkeys(measured.domains)}
         row = {
             "temperature": temperature,
+            "rule": measured.about["rule"],
             "num_draft_tokens": self.num_draft_tokens,
             "max_new_tokens": settings.max_new_tokens,
             "dtype": measured.about["dtype"],
@@ -140,7 +142,8 @@ class Serving:
             **self._numbers(list(parts.values()), temperature),
             "tasks": [{"task": task, **self._numbers([part], temperature)} for task, part in parts.items()],
         }
-        return row | {"causes": [] if row["agrees"] else self._causes(row)}
+        agrees = row["agrees"] and all(part["agrees"] for part in row["tasks"])
+        return row | {"causes": [] if agrees else self._causes(row)}
 
     def _part(self, measured: Pass, task: str, settings: Settings) -> _Part:
         members = [index for index, own in enumerate(measured.domains) if own == task]
@@ -216,27 +219,24 @@ def _pairs(counts: Sequence[Counts]) -> np.ndarray:
 
 def check_options(config: EvalConfig, subject: Subject) -> None:
     """Raises ValueError on what an engine does otherwise, or not at all."""
-    where = f"server={config.server}"
     if subject.drafter is None:
         raise ValueError(
-            f"{where} compares what a drafter's drafts are worth, and draft={config.draft} drafts nothing: give the "
-            "folder of the drafter that it serves"
+            f"server= compares what drafts are worth, and draft={config.draft} drafts nothing: give the folder of the "
+            "drafter that it serves"
         )
-    if not config.rule.is_lossless:
-        raise ValueError(f"{where} with rule={config.rule}: engines verify losslessly; use rule=ratio")
-    off = {
-        "schedule": (str(config.schedule), str(ScheduleName.fixed)),
-        "gate": (config.gate, False),
-        "tree.num_nodes": (config.tree.num_nodes, None),
-        "feature_dtype": (config.feature_dtype, None),
-        "stop_strings": (list(config.stop_strings), []),
-        "repetition_penalty": (config.repetition_penalty, 1.0),
-        "presence_penalty": (config.presence_penalty, 0.0),
+    asked = {
+        "rule": (config.rule, config.rule.is_lossless, Rule.ratio),
+        "schedule": (config.schedule, config.schedule is ScheduleName.fixed, ScheduleName.fixed),
+        "gate": (config.gate, not config.gate, "false"),
+        "tree.num_nodes": (config.tree.num_nodes, config.tree.num_nodes is None, "null"),
+        "feature_dtype": (config.feature_dtype, config.feature_dtype is None, "null"),
+        "stop_strings": (config.stop_strings, not config.stop_strings, "[]"),
+        "repetition_penalty": (config.repetition_penalty, config.repetition_penalty == 1, "1.0"),
+        "presence_penalty": (config.presence_penalty, config.presence_penalty == 0, "0.0"),
     }
-    for name, (value, needed) in off.items():
-        if value != needed:
-            shown = {None: "null", False: "false"}.get(needed, needed) if not isinstance(needed, list) else needed
+    for name, (value, is_off, off) in asked.items():
+        if not is_off:
             raise ValueError(
-                f"{where} with {name}={value}: engines do that otherwise, so counts could not be compared; use "
-                f"{name}={shown}"
+                f"{name}={value}: engines do that otherwise or not at all, so server= could not be compared; use "
+                f"{name}={off}"
             )

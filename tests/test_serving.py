@@ -154,6 +154,29 @@ def test_a_drafter_that_is_fed_other_layers_is_reported(
     assert "they DISAGREE by more than 3%" in said and row["causes"][0] in said
 
 
+def test_tasks_that_disagree_are_named_where_all_together_agree(
+    fake: Callable[..., FakeEngine], measure: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two tasks one gains what the other loses."""
+    engine = fake("SGLang")
+    honest = engine.told
+
+    def told(num_tokens: int, steps: list[Step]) -> dict[str, Any]:
+        about = honest(num_tokens, steps)
+        number = len(engine.bodies) - 4  # behind the probe
+        shift = {1: 3, 5: -3}.get(number, 0)
+        return about | {"spec_num_correct_drafts": about["spec_num_correct_drafts"] + shift}
+
+    monkeypatch.setattr(engine, "told", told)
+    with running(engine) as url:
+        report = measure(url, "batch_size=1")
+    (row,) = report["rows"]
+    assert row["agrees"] and [task["agrees"] for task in row["tasks"]] == [False, False] and row["causes"]
+    said = server_verdict(report, row)
+    assert "they agree within 3%" in said and "by more than 3% on: sums +" in said and "counts -" in said
+    assert "Likely causes: (1)" in said
+
+
 def test_another_target_of_the_same_tokenizer_is_a_cause(
     fake: Callable[..., FakeEngine], measure: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,6 +397,7 @@ def test_an_engine_that_answers_with_an_error_or_nothing(
         ("feature_dtype=fp8", "use feature_dtype=null"),
         ("stop_strings=[END]", "use stop_strings=[]"),
         ("repetition_penalty=1.1", "use repetition_penalty=1.0"),
+        ("presence_penalty=0.5", "use presence_penalty=0.0"),
         ("rule=lossy_threshold", "use rule=ratio"),
     ],
 )

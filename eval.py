@@ -31,7 +31,9 @@ def main(node: DictConfig) -> None:
         with stage(folder, "eval", is_main=accelerator.is_main_process):
             identity, device = target_identity(target_config), accelerator.device
             drafts = (config.draft, *config.compare)
-            subjects = told_apart([load_subject(draft, target_config, identity, device) for draft in drafts])
+            place = (target_config, identity, device)
+            loaded = [load_subject(draft, *place, allow_pickle=config.allow_pickle) for draft in drafts]
+            subjects = told_apart(loaded)
             target = load_target(target_config, device, layer_ids=())
             for subject in subjects:
                 subject.bind(target)

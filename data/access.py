@@ -1,10 +1,12 @@
-"""Where servers are, and how they are shown that we may use them: a key in a file, or user and password in the URL."""
+"""Where servers are, and the client that asks them: it shows a key from a file, or user and password from the URL."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 
+CONNECT_SECONDS = 10.0
 REFUSED_STATUS = (401, 403)
 WAY_IN = "give the key in a file as api_key_file=PATH, or user and password as server=http://USER:PASSWORD@HOST"
 
@@ -41,6 +43,18 @@ def access_headers(api_key_file: str | None) -> dict[str, str]:
     if not key or not all(33 <= byte <= 126 for byte in key):
         raise ValueError(f"api_key_file={api_key_file} must hold one key of printable ASCII without spaces")
     return {"Authorization": f"Bearer {key.decode()}"}
+
+
+def open_client(api_key_file: str | None, *, timeout: float, num_connections: int) -> httpx.Client:
+    """`timeout`: seconds for one request. Its connections are kept for the next requests."""
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request otherwise
+    return httpx.Client(
+        timeout=httpx.Timeout(timeout, connect=min(CONNECT_SECONDS, timeout)),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=num_connections),
+        headers=access_headers(api_key_file),
+        # A proxy of the environment is for the outside world, which these servers are hardly ever in.
+        trust_env=False,
+    )
 
 
 def without_credentials(text: str) -> tuple[str, httpx.BasicAuth | None]:

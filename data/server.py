@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from data.access import REFUSED_STATUS, access_headers, refusal, server_urls, without_credentials
+from data.access import REFUSED_STATUS, open_client, refusal, server_urls, without_credentials
 from data.messages import Message, normalise_messages
 from data.run import StopRequest
 from models.sampling import SamplingConfig
@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 BACKOFF_SECONDS = 1.0
 """Before the second attempt; doubled before each further one, less up to half of it by chance."""
 MAX_BACKOFF_SECONDS = 30.0
-CONNECT_SECONDS = 10.0
 GONE_AFTER = 6
 """Connections in a row that a server refuses, with back-off between them, before it counts as gone."""
 POLL_SECONDS = 0.5
@@ -109,13 +108,8 @@ class Servers:
         self._servers = [_Server(*without_credentials(url)) for url in server_urls(options.server)]
         self._changed = threading.Condition()
         self._stopped = threading.Event()
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request otherwise
-        self._client = httpx.Client(
-            timeout=httpx.Timeout(options.request_timeout, connect=min(CONNECT_SECONDS, options.request_timeout)),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=self.num_slots),
-            headers=access_headers(options.api_key_file),
-            # A proxy of the environment is for the outside world, which these servers are hardly ever in.
-            trust_env=False,
+        self._client = open_client(
+            options.api_key_file, timeout=options.request_timeout, num_connections=self.num_slots
         )
         try:
             self.model = self._common_model(options.server_model)
@@ -168,17 +162,7 @@ class Servers:
     def _common_model(self, wanted: str | None) -> str:
         """The model to ask for: the wanted one, or the first that the first server names; all servers must have it."""
         for server in self._servers:
-            try:
-                response = self._client.get(f"{server.url}/v1/models", auth=server.auth)
-                names = [model["id"] for model in response.raise_for_status().json()["data"]]
-            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-                reason = str(error) or type(error).__name__
-                if isinstance(error, httpx.HTTPStatusError) and error.response.status_code in REFUSED_STATUS:
-                    reason = refusal(error.response.status_code, error_message(error.response))
-                    raise ValueError(f"server {server.url}: {reason}") from error
-                raise ValueError(
-                    f"server {server.url} does not answer GET /v1/models ({reason}): start it or correct server="
-                ) from error
+            names = list(served_models(self._client, server.url, server.auth))
             if wanted is None and names:
                 wanted = names[0]
             if wanted not in names:
@@ -249,6 +233,21 @@ class Servers:
                 server.down_until = time.monotonic() + backoff(server.num_refused)
                 log.warning("server %s refuses connections (%s), %d in a row", server.url, error, server.num_refused)
             self._changed.notify_all()
+
+
+def served_models(client: httpx.Client, url: str, auth: httpx.BasicAuth | None) -> dict[str, dict[str, Any]]:
+    """What the server says of each model, by name. Raises ValueError where it cannot be asked."""
+    try:
+        response = client.get(f"{url}/v1/models", auth=auth)
+        return {model["id"]: model for model in response.raise_for_status().json()["data"]}
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        reason = str(error) or type(error).__name__
+        if isinstance(error, httpx.HTTPStatusError) and error.response.status_code in REFUSED_STATUS:
+            reason = refusal(error.response.status_code, error_message(error.response))
+            raise ValueError(f"server {url}: {reason}") from error
+        raise ValueError(
+            f"server {url} does not answer GET /v1/models ({reason}): start it or correct server="
+        ) from error
 
 
 def answer_all(

@@ -51,6 +51,7 @@ class EvalConfig:
     target: Any
     draft: str
     compare: list[str]
+    allow_pickle: bool
     tasks: list[str]
     protocol: Protocol
     turns: Turns
@@ -85,6 +86,9 @@ class EvalConfig:
     check_transformers: int
     feature_dtype: str | None
     cuda_graphs: bool
+    server: str | None
+    api_key_file: str | None
+    request_timeout: float
     tracker: TrackerName | None
     wandb: WandbConfig
 

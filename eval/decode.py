@@ -326,6 +326,8 @@ class _Batch:
                 counted = (end + 1, end + 1) if stopped else (proposed[row], accepted)  # type: ignore[operator]
                 close = [tuple(values[: counted[0]]) for values in (measured[row] if measured else ())]
                 about = dict(zip(("overlap", "altered"), close, strict=False))
+                if stopped:
+                    about["behind"] = (proposed[row] - counted[0], accepted - counted[1])  # type: ignore[index]
                 generation.rounds.append(Round(*counted, bonus=not stopped, confidence=sure, **about))
                 generation.round_end_seconds.append(now - generation.began)
                 if proposal.ranked is not None and proposal.parents is None:

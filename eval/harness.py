@@ -42,6 +42,7 @@ from eval.race import race_of
 from eval.report import build_report
 from eval.rounds import DecodeResult, Generation
 from eval.schedule import FIXED, Schedule, ScheduleName
+from eval.serving import Serving
 from eval.simulate import compare
 from eval.stats import Pass
 from eval.subject import Subject
@@ -99,6 +100,7 @@ class Harness:
                 f"tree.num_nodes={self.config.tree.num_nodes}: only EAGLE-3 drafts trees, draft={self.config.draft} is "
                 f"{subject.name}; use tree.num_nodes=null"
             )
+        serving = self._probed(subject)
         choice = None
         if parse_length(self.config.num_draft_tokens, subject) == "auto":
             choice = self._choose_length(subject)
@@ -116,6 +118,7 @@ class Harness:
         report["lossy_sweep"] = lossy_sweep(report["rows"])
         report["findings"] = self._findings(report, [subject, *compared])
         report["race"] = self._race(plans)
+        report["server"] = None if serving is None else serving.report(passes)
         report |= self._confidence_report(subject, passes)
         if self.config.simulate.enabled:
             report["simulation"] = self._simulation_report(subject, passes)
@@ -127,6 +130,14 @@ class Harness:
             if report["calibration"] is not None:
                 write_text(self.folder / "reliability.svg", reliability_diagram(report["calibration"]))
         return report
+
+    def _probed(self, subject: Subject) -> Serving | None:
+        """The running engine that is measured beside; asked by the main process alone."""
+        if self.config.server is None or not self.passes.accelerator.is_main_process:
+            return None
+        serving = Serving(self.config, self.target, subject)
+        serving.probe(self._first_turns(MAIN))
+        return serving
 
     def _findings(self, report: Mapping[str, Any], subjects: Sequence[Subject]) -> list[dict[str, Any]]:
         """Of every drafter with weights, at the first temperature and as many drafts as it is measured with first."""

@@ -15,6 +15,8 @@ from eval.markdown import (
     comparison_line,
     lossy_note,
     precision_of,
+    server_setting,
+    server_verdict,
     setting_of,
     speed_of,
     speed_remark,
@@ -54,11 +56,11 @@ def render_page(report: Mapping[str, Any]) -> str:
         "thresholds": charts.thresholds(report["confidence_sweep"]),
     }
     has_confidence = bool(pictures["reliability"] or pictures["thresholds"])
-    race = report["race"]
+    race, server = report["race"], report.get("server")
     return environment.get_template(TEMPLATE).render(
         title=f"{title(rows)} for {report['target']}",
         setting=setting(rows[0]),
-        sections=sections(has_race=race is not None, has_confidence=has_confidence),
+        sections=sections(has_race=race is not None, has_server=bool(server), has_confidence=has_confidence),
         warnings=[f"Not measured: {reason}." for reason in report["missing_tasks"]],
         tiles=tiles(report, rows),
         headline=headline(report, rows),
@@ -80,6 +82,8 @@ def render_page(report: Mapping[str, Any]) -> str:
             if row["temperature"] == rows[0]["temperature"] and (line := speed_remark(row))
         ],
         loads=tables.loads(report.get("simulation")),
+        server=tables.server(server),
+        server_words=server_words(server),
         calibration=tables.thresholds(report["confidence_sweep"]),
         facts=facts(report, rows),
         confidence_words=confidence_words(report["calibration"]),
@@ -113,12 +117,14 @@ def table_of(table: Table) -> Markup:
     )
 
 
-def sections(*, has_race: bool, has_confidence: bool) -> Iterator[tuple[str, str]]:
+def sections(*, has_race: bool, has_server: bool, has_confidence: bool) -> Iterator[tuple[str, str]]:
     yield "result", "In short"
     if has_race:
         yield "race", "Race"
     yield from (("positions", "How far"), ("tasks", "By task"), ("why", "Why no higher"), ("lossless", "Lossless?"))
     yield "speed", "Time and load"
+    if has_server:
+        yield "server", "In an engine"
     if has_confidence:
         yield "confidence", "Confidence"
     yield "words", "How it was measured"
@@ -198,6 +204,10 @@ def headline(report: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
     for finding in subjects.get(setting_of(trained), [])[:1]:
         found.append(f"Next for {trained['drafter']}: {finding['cause'].lower()}. {finding['advice']}")
     return found
+
+
+def server_words(server: Mapping[str, Any] | None) -> list[str]:
+    return [] if not server else [server_setting(server), *(server_verdict(server, row) for row in server["rows"])]
 
 
 def worth_drafting(simulation: Mapping[str, Any]) -> str:

@@ -20,14 +20,19 @@ class Interval(NamedTuple):
 
 def tokens_and_rounds(generations: Sequence[Generation]) -> NDArray[np.float64]:
     """[N, 2]: what each request adds to the pooled acceptance length."""
-    return np.array([[sum(r.accepted + r.bonus for r in g.rounds), len(g.rounds)] for g in generations], dtype=float)
+    pairs = [(sum(r.accepted + r.bonus for r in g.rounds), len(g.rounds)) for g in generations]
+    return np.array(pairs, dtype=float).reshape(-1, 2)
 
 
 def resampled_lengths(generations: Sequence[Generation]) -> NDArray[np.float64]:
     """Pooled acceptance length of each resample of the requests; equally many requests are drawn equally."""
+    return _resampled(tokens_and_rounds(generations))
+
+
+def _resampled(requests: NDArray[np.float64]) -> NDArray[np.float64]:
     rng = np.random.default_rng(SEED)
-    drawn = rng.multinomial(len(generations), [1 / len(generations)] * len(generations), size=RESAMPLES)
-    tokens, rounds = (drawn @ tokens_and_rounds(generations)).T
+    drawn = rng.multinomial(len(requests), [1 / len(requests)] * len(requests), size=RESAMPLES)
+    tokens, rounds = (drawn @ requests).T
     return np.divide(tokens, rounds, out=np.full(RESAMPLES, np.nan), where=rounds > 0)
 
 
@@ -40,11 +45,16 @@ def length_interval(generations: Sequence[Generation]) -> Interval | None:
 
 def difference_interval(ours: Sequence[Generation], theirs: Sequence[Generation]) -> Interval | None:
     """Of the difference of acceptance lengths on the same prompts, each resample with the same ones of both."""
+    return paired_interval(tokens_and_rounds(ours), tokens_and_rounds(theirs))
+
+
+def paired_interval(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> Interval | None:
+    """`difference_interval` of requests [N, 2] as `tokens_and_rounds` has them."""
     if len(ours) != len(theirs):
         raise ValueError(f"paired intervals need the same prompts, got {len(ours)} and {len(theirs)}")
-    if min(sum(bool(g.rounds) for g in one) for one in (ours, theirs)) < 2:
+    if min(np.count_nonzero(one[:, 1]) for one in (ours, theirs)) < 2:
         return None
-    return _percentiles(resampled_lengths(ours) - resampled_lengths(theirs))
+    return _percentiles(_resampled(ours) - _resampled(theirs))
 
 
 def _percentiles(values: NDArray[np.float64]) -> Interval:

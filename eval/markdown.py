@@ -41,6 +41,7 @@ def render(report: Mapping[str, Any]) -> str:
     lines += [comparison_line(found) for found in report.get("comparisons", [])]
     lines += [lossy_line(found) for found in report.get("lossy_sweep", []) if not found["lossless"]]
     lines += [line for found in report.get("findings", []) for line in finding_lines(found)]
+    lines += _server_lines(report.get("server"))
     lines += _length_lines(report.get("length_choice"), main)
     lines += _calibration_lines(report.get("calibration"))
     lines += _simulation_lines(report.get("simulation"))
@@ -144,6 +145,81 @@ def lossy_line(found: Mapping[str, Any]) -> str:
         f"- {found['drafter']} at T={found['temperature']:g}, lossy from {found['lossy_threshold']:g} on: "
         f"{number(found['acceptance_length'])} tokens a round, {found['altered_share']:.1%} of the tokens altered."
     )
+
+
+SERVER_HEAD = ("T", "K", "task", "prompts", "engine", "here", "difference", "tokens/s", "same outputs", "same counts")
+
+
+def _server_lines(found: Mapping[str, Any] | None) -> list[str]:
+    if not found:
+        return []
+    table = _aligned([SERVER_HEAD, ["---"] * len(SERVER_HEAD), *server_table(found)])
+    verdicts = [f"- {server_verdict(found, row)}" for row in found["rows"]]
+    return ["", server_setting(found), "", *table, "", *verdicts, ""]
+
+
+def server_setting(found: Mapping[str, Any]) -> str:
+    """What was asked, and how it counts."""
+    told = ", ".join(value for value in (found["dtype"], found["device"]) if value is not None)
+    count = found["concurrency"]
+    at_a_time = "one request at a time" if count == 1 else f"{count} requests at a time"
+    return (
+        f"A running engine: {_engine(found)}, model {found['model']} ({told or 'float type not told'}); {at_a_time}, "
+        f"seed {found['seed']}. Acceptance lengths of both as it counts: {found['counted']}."
+    )
+
+
+def server_table(found: Mapping[str, Any]) -> list[list[str]]:
+    """Lines under SERVER_HEAD: each temperature, and its tasks where there are several."""
+    lines = []
+    for row in found["rows"]:
+        parts = [{"task": "all", **row}, *(row["tasks"] if len(row["tasks"]) > 1 else ())]
+        for part in parts:
+            total, difference = part["num_prompts"], part["difference"]
+            same = (part["equal_outputs"], part["equal_counts"])
+            lines.append(
+                [
+                    f"{row['temperature']:g}",
+                    str(row["num_draft_tokens"]),
+                    part["task"],
+                    str(total),
+                    number(part["acceptance_length"], 3),
+                    number(part["offline_acceptance_length"], 3),
+                    "-" if difference is None else f"{difference:+.1%}",
+                    f"{part['tokens_per_second']:.0f}",
+                    *("-" if count is None else f"{count} of {total}" for count in same),
+                ]
+            )
+    return lines
+
+
+def server_verdict(found: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    """Whether it agrees with the runtime here, and on which tasks not; and where not, the likely causes."""
+    what = f"{_engine(found)} at T={row['temperature']:g}, K={row['num_draft_tokens']}"
+    if row["difference"] is None:
+        return f"{what}: no rounds to compare."
+    lengths = f"{row['acceptance_length']:.3f} tokens a round, {row['offline_acceptance_length']:.3f} here"
+    within = f"{found['tolerance']:.0%} ({row['difference']:+.1%})"
+    if row["equal_counts"] == row["num_prompts"]:
+        verdict = "the same counts on every prompt"
+    elif row["agrees"]:
+        verdict = f"they agree within {within}"
+        if row["equal_counts"] is not None:
+            verdict += f", with the same counts on {row['equal_counts']} of {row['num_prompts']} prompts"
+    else:
+        verdict = f"they DISAGREE by more than {within}"
+    tasks = [part for part in row["tasks"] if not part["agrees"] and part["difference"] is not None]
+    if tasks and len(row["tasks"]) > 1:
+        apart = ", ".join(f"{part['task']} {part['difference']:+.1%}" for part in tasks)
+        verdict += f"; by more than {found['tolerance']:.0%} on: {apart}"
+    if row["causes"]:
+        causes = "; ".join(f"({place}) {cause}" for place, cause in enumerate(row["causes"], start=1))
+        verdict += f". Likely causes: {causes}"
+    return f"{what}: {lengths}, counted alike: {verdict}."
+
+
+def _engine(found: Mapping[str, Any]) -> str:
+    return found["engine"] if found["version"] is None else f"{found['engine']} {found['version']}"
 
 
 def finding_lines(found: Mapping[str, Any]) -> list[str]:

@@ -23,6 +23,8 @@ class Round:
     # likewise with a lossy rule: how far what comes out of every proposed slot, where it is decided, is from the
     # target's own distribution (total variation)
     altered: tuple[float, ...] = field(default=(), compare=False)
+    # of a round that an accepted stop token ended: drafts proposed and accepted behind it, which engines count
+    behind: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass

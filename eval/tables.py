@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from eval.charts import Row, drafting
-from eval.markdown import between, number, setting_of, speed_of
+from eval.markdown import SERVER_HEAD, between, number, server_table, setting_of, speed_of
 
 THRESHOLDS_SHOWN = (0.0, 0.2, 0.4, 0.6, 0.8, 0.9)
 
@@ -138,6 +138,10 @@ def loads(simulation: Mapping[str, Any] | None) -> Table:
     ]
     head = ["tokens/s (drafts verified), requests:", *(str(row["num_requests"]) for row in schedules["vanilla"])]
     return Table(head, lines)
+
+
+def server(found: Mapping[str, Any] | None) -> Table:
+    return Table([], []) if not found else Table(SERVER_HEAD, server_table(found), frozenset({2}))
 
 
 def thresholds(sweep: Sequence[Row]) -> Table:

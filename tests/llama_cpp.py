@@ -3,13 +3,17 @@
 import json
 import subprocess
 import sys
+import tempfile
+import threading
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 120
+READY = "listens at "
 
 
 @dataclass(frozen=True)
@@ -31,21 +35,46 @@ def serve(
     threshold: float,
     kind: str | None = None,
 ) -> list[Served]:
-    """Answer token-id prompts one after the other, in float32. `kind` is --spec-type; None: llama.cpp finds it out."""
-    request = {"target": str(target), "draft": str(draft), "prompts": list(prompts), "num_tokens": num_tokens}
-    request |= {"num_draft_tokens": num_draft_tokens, "threshold": threshold, "kind": kind}
-    done = subprocess.run(
-        [sys.executable, __file__], input=json.dumps(request), capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    log = (done.stdout + done.stderr)[-3000:]
-    assert done.returncode == 0, f"llama.cpp ended with {done.returncode}:\n{log}"
-    return [Served(**answer) for answer in json.loads(done.stdout.splitlines()[-1])]
+    """Answer token-id prompts one after the other."""
+    options = {"num_draft_tokens": num_draft_tokens, "threshold": threshold, "kind": kind}
+    with running(target, draft, **options) as url:
+        return [complete(url, prompt, num_tokens) for prompt in prompts]
+
+
+@contextmanager
+def running(
+    target: Path, draft: Path, *, num_draft_tokens: int, threshold: float = 0.0, kind: str | None = None
+) -> Iterator[str]:
+    """The URL of a server in float32, until the body ends. `kind` is --spec-type; None: llama.cpp finds it out."""
+    request = {"target": str(target), "draft": str(draft), "num_draft_tokens": num_draft_tokens, "threshold": threshold}
+    request["kind"] = kind
+    command, pipe = [sys.executable, __file__, json.dumps(request)], subprocess.PIPE
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True) as child,
+    ):
+        assert child.stdin is not None and child.stdout is not None
+        watch = threading.Timer(TIMEOUT_S, child.kill)
+        watch.start()
+        try:
+            said = []
+            for line in child.stdout:
+                said.append(line)
+                if line.startswith(READY):
+                    yield line.removeprefix(READY).strip()
+                    break
+            else:
+                log.seek(0)
+                raise AssertionError(f"llama.cpp ended with {child.wait()}:\n{(''.join(said) + log.read())[-3000:]}")
+        finally:
+            watch.cancel()
+            child.stdin.close()  # which ends it
 
 
 def main() -> None:
     import xllamacpp as engine
 
-    request = json.load(sys.stdin)
+    request = json.loads(sys.argv[1])
     params = engine.CommonParams()
     params.model.path = request["target"]
     params.n_ctx, params.n_parallel, params.cpuparams.n_threads = 512, 1, 1
@@ -59,18 +88,18 @@ def main() -> None:
     for part in (params, draft):  # float16 by default
         part.cache_type_k = part.cache_type_v = engine.ggml_type.GGML_TYPE_F32
     server = engine.Server(params)
-    answers = [complete(server.listening_address, prompt, request["num_tokens"]) for prompt in request["prompts"]]
-    sys.stdout.write("\n" + json.dumps(answers) + "\n")
+    sys.stdout.write(f"\n{READY}{server.listening_address}\n")
+    sys.stdout.flush()
+    sys.stdin.read()
 
 
-def complete(address: str, prompt: list[int], num_tokens: int) -> dict[str, Any]:
+def complete(address: str, prompt: list[int], num_tokens: int) -> Served:
     body = {"prompt": prompt, "n_predict": num_tokens, "temperature": 0, "return_tokens": True, "cache_prompt": False}
     call = urllib.request.Request(f"{address}/completion", json.dumps(body).encode())
     with urllib.request.urlopen(call, timeout=TIMEOUT_S) as reply:
-        answer = json.load(reply)
+        answer: dict[str, Any] = json.load(reply)
     timings = answer["timings"]  # without a single draft it has neither count
-    proposed, accepted = timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
-    return {"tokens": answer["tokens"], "proposed": proposed, "accepted": accepted}
+    return Served(answer["tokens"], timings.get("draft_n", 0), timings.get("draft_n_accepted", 0))
 
 
 if __name__ == "__main__":

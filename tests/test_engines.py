@@ -1,18 +1,13 @@
 """Exported drafters in llama.cpp: the same tokens, and the same drafts proposed and accepted, prompt by prompt.
 
-How llama.cpp (11549) counts, and how its counts follow from our rounds:
-- With r tokens to go it drafts at most r - 1, so that drafts and bonus token never overshoot; both counts of a round
-  are capped there. Our rounds are in full.
-- Sampling stops at an accepted end token, which is then counted as that round's bonus token: one accepted draft less
-  than in our round. What was drafted behind it counts as proposed; our round stops counting at the end token.
-- The first token comes from the prompt's own forward, in both.
-A mean over prompts hides faults that these pairs show: a drafter that reads the wrong layers loses a few per cent only.
+How its counts follow from our rounds stands in eval/counting.py. A mean over prompts hides faults that these pairs
+show: a drafter that reads the wrong layers loses a few per cent only.
 """
 
 import copy
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,25 +16,31 @@ import pytest
 import torch
 
 from data.store import FeatureStore
+from eval.counting import as_llama_cpp
 from eval.decode import DecodeConfig, decode
 from eval.rounds import Generation
 from eval.schedule import Schedule, ScheduleName
 from eval.verify import Rule
 from models.base import Drafter, Engine, Serving, SlotLayout
+from models.checkpoint import save_drafter
 from models.dflash import DFlash
 from models.dspark import DSpark
 from models.eagle3 import Eagle3
 from models.export import export_drafter
+from models.files import read_json
 from models.gguf import speculative_type
 from models.sampling import SamplingConfig
-from models.target import Target, TargetConfig
+from models.target import Target, TargetConfig, TargetIdentity
 from tests.conftest import build_drafter, build_dspark, dflash_config, eagle3_config, train_briefly
 from tests.gguf_target import write_target
-from tests.llama_cpp import Served, serve
+from tests.llama_cpp import Served, running, serve
+from tests.test_golden import CASES, GOLDEN, expected, load_case, target_of
+from tests.test_scripts import Script, fails, prompts_file, script  # noqa: F401 (fixtures)
 
 NUM_TOKENS, NUM_DRAFT_TOKENS = 48, 4
 UNSEEN = 0  # <pad>, which the tiny target never says: as end token it lets every answer run to NUM_TOKENS
 GREEDY = SamplingConfig(0.0, 0, 1.0, 0.0, 0)
+GOLDEN_CASES = ("dspark_vanilla", "dflash_anchor_first", "dflash_in_place")  # llama.cpp has no such EAGLE-3
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 pytestmark = pytest.mark.engine
@@ -62,21 +63,22 @@ def endless(tiny_target: Target) -> Target:
     return target
 
 
-def runtime(target: Target, drafter: Drafter, prompts: list[list[int]], threshold: float) -> list[Generation]:
+def runtime(
+    target: Target,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    threshold: float,
+    num_draft_tokens: int = NUM_DRAFT_TOKENS,
+) -> list[Generation]:
     schedule = Schedule(ScheduleName.confidence if threshold else ScheduleName.fixed, threshold)
-    config = DecodeConfig(NUM_TOKENS, len(prompts), NUM_DRAFT_TOKENS, Rule.ratio, schedule, GREEDY)
+    config = DecodeConfig(NUM_TOKENS, len(prompts), num_draft_tokens, Rule.ratio, schedule, GREEDY)
     return decode(target, drafter, prompts, config).generations
 
 
 def as_llama_cpp_counts(generation: Generation) -> Served:
-    """See above. Behind an accepted end token NUM_DRAFT_TOKENS are assumed proposed: schedule=fixed only."""
-    to_go, proposed, accepted = NUM_TOKENS - 1, 0, 0
-    for round_ in generation.rounds:
-        ended = not round_.bonus
-        proposed += min(NUM_DRAFT_TOKENS if ended else round_.proposed, to_go - 1)
-        accepted += min(round_.accepted - ended, to_go - 1)
-        to_go -= round_.accepted + round_.bonus
-    return Served(generation.tokens, proposed, accepted)
+    counts = as_llama_cpp(generation, NUM_TOKENS)
+    assert counts.rounds == len(generation.tokens) - 1 - counts.accepted, "which is how its rounds are counted"
+    return Served(generation.tokens, counts.proposed, counts.accepted)
 
 
 def llama_cpp(
@@ -87,6 +89,7 @@ def llama_cpp(
     *,
     threshold: float = 0.0,
     dtype: torch.dtype = torch.float32,
+    num_draft_tokens: int = NUM_DRAFT_TOKENS,
 ) -> list[Served]:
     """Export with our own function and serve."""
     write_target(target, folder / "target.gguf", end_token_id=target.spec.eos_token_ids[0])
@@ -94,7 +97,7 @@ def llama_cpp(
     kind = speculative_type(drafter.serving(Engine.gguf).config)
     if kind != "draft-eagle3":
         kind = None  # llama.cpp must find it out by itself
-    options: dict[str, Any] = {"num_draft_tokens": NUM_DRAFT_TOKENS, "num_tokens": NUM_TOKENS, "threshold": threshold}
+    options: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "num_tokens": NUM_TOKENS, "threshold": threshold}
     options["kind"] = kind
     return serve(folder / "target.gguf", folder / f"{type(drafter).__name__.lower()}.gguf", prompts, **options)
 
@@ -151,6 +154,25 @@ def test_llama_cpp_proposes_and_accepts_what_the_runtime_does(
     assert llama_cpp(endless, drafter, tiny_prompts, tmp_path) == expected
 
 
+@pytest.mark.parametrize("threshold", [0.0, 0.6])
+@pytest.mark.parametrize("case", GOLDEN_CASES)
+def test_llama_cpp_proposes_and_accepts_what_was_recorded_of_the_reference(
+    case: str, threshold: float, tmp_path: Path
+) -> None:
+    """Golden drafters, read from their own files; the rounds are the recorded ones (tests/test_golden.py)."""
+    if case not in CASES:
+        pytest.skip(f"no golden case {case} under {GOLDEN}; name their folder with GOLDEN")
+    drafter, recorded = load_case(case), expected(case)["decode"]
+    if threshold and f"confidence_threshold_{threshold:g}" not in recorded:
+        pytest.skip(f"{case} has no confidence head")
+    target, prompts = target_of(drafter.target_layer_ids), [sample["prompt"] for sample in recorded["samples"]]
+    options = {"num_draft_tokens": drafter.num_draft_tokens, "threshold": threshold}
+    ours = [as_llama_cpp_counts(g) for g in runtime(target, drafter, prompts, **options)]
+    assert [answer.tokens for answer in ours] == [sample["output"] for sample in recorded["samples"]]
+    assert len({answer.accepted for answer in ours}) > 3
+    assert llama_cpp(target, drafter, prompts, tmp_path, **options) == ours
+
+
 @pytest.mark.parametrize("threshold", [0.5, 0.65])
 def test_the_confidence_threshold_is_llama_cpps_p_min(
     threshold: float, endless: Target, tiny_dspark: DSpark, tiny_prompts: list[list[int]], tmp_path: Path
@@ -203,3 +225,34 @@ def test_a_wrong_export_does_not_pass(
     expected = [as_llama_cpp_counts(g) for g in runtime(endless, tiny_dspark, tiny_prompts, 0.0)]
     assert [answer.tokens for answer in served] == [answer.tokens for answer in expected]
     assert served != expected
+
+
+def test_eval_measures_a_running_llama_cpp(
+    script: Script,
+    fails: Callable[..., str],
+    prompts_file: Path,
+    tiny_target: Target,
+    tiny_dspark: DSpark,
+    tiny_identity: TargetIdentity,
+    tmp_path: Path,
+) -> None:
+    """Equal counts prompt by prompt, stop tokens and all; and one error where it drafts another number of tokens."""
+    save_drafter(tiny_dspark, tmp_path / "drafter", target=asdict(tiny_identity))
+    write_target(tiny_target, tmp_path / "target.gguf", end_token_id=tiny_target.spec.eos_token_ids[0])
+    export_drafter(tiny_dspark, tmp_path, engine=Engine.gguf, dtype=torch.float32, card="")
+    asked = [f"draft={tmp_path / 'drafter'}", f"output_dir={tmp_path}", f"tasks=[{prompts_file}]", "num_prompts=12"]
+    asked += [f"max_new_tokens={NUM_TOKENS}", "baselines=[]", "race=null", "check_transformers=0", "temperature=[0,1]"]
+    served = tmp_path / "target.gguf", tmp_path / "dspark.gguf"
+    with running(*served, num_draft_tokens=NUM_DRAFT_TOKENS) as url:
+        script("eval", *asked, "batch_size=1", f"server={url}")
+        found = read_json(tmp_path / "eval" / "report.json")["server"]
+        greedy, sampled = found["rows"]
+        assert (found["engine"], found["vocab_size"], found["context"]) == ("llama.cpp", 55, 512)
+        assert greedy["equal_counts"] == greedy["equal_outputs"] == greedy["num_prompts"] == 12
+        assert greedy["counts"] == greedy["offline_counts"] and greedy["counts"]["accepted"] > 12
+        assert "the same counts on every prompt" in (tmp_path / "summary.md").read_text()
+        assert sampled["interval"] is not None and sampled["acceptance_length"] > 1
+        assert "here num_draft_tokens=3: set that to the server's" in fails(
+            "eval", *asked, f"server={url}", "num_draft_tokens=3"
+        )
+    assert f"server {url} does not answer" in fails("eval", *asked, f"server={url}")

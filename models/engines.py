@@ -207,12 +207,13 @@ def block_serving(drafter: BlockDrafter, engine: Engine, heads: Mapping[str, boo
     own |= {
         "block_size": drafter.num_draft_tokens,  # proposals, in either layout
         "sample_from_anchor": not in_place,
+        "dspark_bonus_anchor": in_place,
         "target_layer_ids": list(drafter.target_layer_ids),
     }
     if engine is Engine.sglang:  # whose parsers look here first, and whose heads only at the root
         nested = {name: value for name, value in own.items() if name != "draft_vocab_size"}
         return Serving(fields | own | {"dflash_config": {**nested, "num_target_layers": spec.num_layers}}, tensors)
-    own |= {"dspark_bonus_anchor": in_place, "dflash_config": {"causal": False}}
+    own["dflash_config"] = {"causal": False}
     return Serving(fields | own, tensors | frozen_copies(drafter))
 
 

@@ -2,17 +2,21 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.base import Drafter, SlotLayout
-from models.checkpoint import LoadedDrafter, load_drafter, save_drafter
+from models.base import Drafter, Engine, SlotLayout
+from models.checkpoint import LoadedDrafter, check_target, load_drafter, save_drafter
+from models.export import export_drafter
 from models.files import read_json
-from tests.conftest import dflash_config, dspark_config, eagle3_config
+from models.target import Target, TargetConfig, TargetIdentity
+from tests.conftest import build_dspark, dflash_config, dspark_config, eagle3_config
 from tests.published_files import EMBEDDING, SPEC, build, write
 from tests.test_published import CLASSIC, classic_tensors
 from tests.test_published_blocks import DEEPSPEC, DEEPSPEC_EAGLE3, ZLAB, with_copies
@@ -166,3 +170,74 @@ def test_a_damaged_field_is_refused_by_name_or_changes_nothing(tmp_path: Path, k
             continue
         assert found == whole, path
     assert len(refused) >= 8, refused
+
+
+# ---- what no shape tells
+
+
+def exported(config: Any, folder: Path, engine: Engine) -> dict[str, Any]:
+    export_drafter(build(config), folder, engine=engine, dtype=torch.float32, card="")
+    return read_json(folder / "config.json")
+
+
+FLIPS = {
+    "vllm dspark": (Engine.vllm, dspark_config(), "sample_from_anchor", "dspark_bonus_anchor"),
+    "vllm dspark, in place": (Engine.vllm, dspark_config(**IN_PLACE), "sample_from_anchor", "dspark_bonus_anchor"),
+    "sglang dspark": (Engine.sglang, dspark_config(), "sample_from_anchor", "dspark_bonus_anchor"),
+    "speculators dspark": (Engine.speculators, dspark_config(), "sample_from_anchor", "block_size"),
+    "speculators dflash": (Engine.speculators, dflash_config(**IN_PLACE), "sample_from_anchor", "dflash"),
+    "vllm dflash": (Engine.vllm, dflash_config(**IN_PLACE), "sample_from_anchor", "in_place"),
+}
+
+
+@pytest.mark.parametrize("case", FLIPS)
+def test_a_flipped_layout_is_refused(tmp_path: Path, case: str) -> None:
+    engine, own, flag, said = FLIPS[case]
+    config = exported(own, tmp_path, engine)
+    flipped = {flag: not config[flag]}
+    if "dflash_config" in config and flag in config["dflash_config"]:
+        flipped["dflash_config"] = config["dflash_config"] | flipped
+    (tmp_path / "config.json").write_text(json.dumps(config | flipped))
+    with pytest.raises(ValueError, match=rf"config\.json: .*{flag}.*{said}|{said}.*{flag}"):
+        load_drafter(tmp_path, target=SPEC)
+
+
+@pytest.mark.parametrize("engine", [Engine.vllm, Engine.sglang])
+def test_layers_that_contradict_each_other_are_refused(tmp_path: Path, engine: Engine) -> None:
+    """A file whose layers were moved by one in a single place of the several that engines read."""
+    config = exported(eagle3_config(), tmp_path, engine)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"target_layer_ids": [2, 6, 9]}))
+    with pytest.raises(ValueError, match=r"target_layer_ids=.* contradict each other"):
+        load_drafter(tmp_path, target=SPEC)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_aux_hidden_states": 5}))
+    with pytest.raises(ValueError, match="num_aux_hidden_states=5, but 3 layers are fused"):
+        load_drafter(tmp_path, target=SPEC)
+
+
+@pytest.mark.parametrize("engine", [Engine.vllm, Engine.sglang, Engine.speculators])
+def test_an_export_beside_another_target_is_refused(
+    tmp_path: Path,
+    engine: Engine,
+    tiny_target: Target,
+    tiny_target_config: TargetConfig,
+    tiny_identity: TargetIdentity,
+) -> None:
+    drafter = build_dspark(tiny_target, tiny_target_config)
+    about: dict[str, Any] = {"target": tiny_target_config, "identity": tiny_identity}
+    export_drafter(drafter, tmp_path, engine=engine, dtype=torch.float32, card="", **about)
+    check_target(tmp_path, drafter, tiny_target_config, tiny_identity)
+    other = replace(tiny_identity, weights_sha256="0" * 64)
+    with pytest.raises(ValueError, match=r"was trained for target tiny with weights_sha256 .*, target=tiny has 000000"):
+        check_target(tmp_path, drafter, tiny_target_config, other)
+
+
+@pytest.mark.parametrize("fill", [0, None], ids=["zero", "absolute"])
+def test_a_vocabulary_that_is_no_offsets_is_refused(tmp_path: Path, fill: int | None) -> None:
+    drafter = build(eagle3_config(draft_vocab_size=20, own_head=True))
+    for engine in (Engine.vllm, Engine.sglang, Engine.speculators):
+        export_drafter(drafter, tmp_path / engine, engine=engine, dtype=torch.float32, card="")
+        weights = load_file(tmp_path / engine / "model.safetensors")
+        weights["d2t"] = torch.zeros(20, dtype=torch.int64) if fill == 0 else drafter.draft_ids
+        save_file(weights, tmp_path / engine / "model.safetensors")
+        with pytest.raises(ValueError, match="d2t"):
+            load_drafter(tmp_path / engine, target=SPEC)

@@ -27,7 +27,7 @@ from models.gguf import (
     write_gguf,
 )
 from models.spec import TargetSpec
-from models.target import TargetConfig, load_spec, load_tokenizer
+from models.target import TargetConfig, load_hf_config, load_spec, load_tokenizer
 from models.target_files import decoder_tensors, load_frozen
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen3": "qwen3"}  # llama.cpp's, by model_type
@@ -38,7 +38,7 @@ SPLITS = {r"\p{N}{1,3}": "llama-bpe", r"|\p{N}|": "qwen2"}
 def write_gguf_target(config: TargetConfig, path: Path, *, dtype: torch.dtype) -> None:
     """The target's weights and tokenizer as one file. Raises ValueError on another family, or another tokenizer."""
     spec = load_spec(config)
-    check_family(spec)
+    check_family(spec, load_hf_config(config).get_text_config(decoder=True).to_dict().get("sliding_window"))
     vocabulary = tokenizer_keys(load_tokenizer(config), spec.vocab_size)
     if vocabulary is None:
         raise ValueError(
@@ -72,12 +72,13 @@ def target_file(spec: TargetSpec, weights: Mapping[str, Tensor]) -> tuple[dict[s
     return {ARCHITECTURE: architecture} | {f"{architecture}.{key}": value for key, value in keys.items()}, tensors
 
 
-def check_family(spec: TargetSpec) -> None:
+def check_family(spec: TargetSpec, window: int | None) -> None:
     rope_type = spec.rope_parameters.get("rope_type", "default")
-    if spec.model_type not in ARCHITECTURES or rope_type not in ROTARY_TYPES:
+    if spec.model_type not in ARCHITECTURES or rope_type not in ROTARY_TYPES or window is not None:
         raise ValueError(
-            f"with_target=true cannot write a target of model_type={spec.model_type}, rope_type={rope_type}, only "
-            f"{', '.join(ARCHITECTURES)} with {', '.join(ROTARY_TYPES)}; use llama.cpp's convert_hf_to_gguf.py"
+            f"with_target=true cannot write a target of model_type={spec.model_type}, rope_type={rope_type}, "
+            f"sliding_window={window}, only {', '.join(ARCHITECTURES)} with {', '.join(ROTARY_TYPES)} positions and no "
+            "window; use llama.cpp's convert_hf_to_gguf.py"
         )
 
 

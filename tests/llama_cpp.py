@@ -43,11 +43,16 @@ def serve(
 
 @contextmanager
 def running(
-    target: Path, draft: Path, *, num_draft_tokens: int, threshold: float = 0.0, kind: str | None = None
+    target: Path,
+    draft: Path | None = None,
+    *,
+    num_draft_tokens: int = 0,
+    threshold: float = 0.0,
+    kind: str | None = None,
 ) -> Iterator[str]:
     """The URL of a server in float32, until the body ends. `kind` is --spec-type; None: llama.cpp finds it out."""
-    request = {"target": str(target), "draft": str(draft), "num_draft_tokens": num_draft_tokens, "threshold": threshold}
-    request["kind"] = kind
+    request: dict[str, Any] = {"target": str(target), "draft": None if draft is None else str(draft), "kind": kind}
+    request |= {"num_draft_tokens": num_draft_tokens, "threshold": threshold}
     command, pipe = [sys.executable, __file__, json.dumps(request)], subprocess.PIPE
     with (
         tempfile.TemporaryFile("w+") as log,
@@ -81,7 +86,9 @@ def main() -> None:
     params.verbosity = 1  # errors
     params.flash_attn_type = engine.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     draft = params.speculative.draft
-    draft.mparams.path, draft.n_max, draft.p_min = request["draft"], request["num_draft_tokens"], request["threshold"]
+    if request["draft"] is not None:
+        draft.mparams.path, draft.n_max = request["draft"], request["num_draft_tokens"]
+        draft.p_min = request["threshold"]
     if request["kind"] is not None:
         types = {kind.name: kind for kind in engine.common_speculative_type}
         params.speculative.types = [types[f"COMMON_SPECULATIVE_TYPE_{request['kind'].upper().replace('-', '_')}"]]

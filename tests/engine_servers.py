@@ -4,19 +4,23 @@ round by round, from rounds that no stop token or limit cut."""
 import copy
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import pytest
+
 from eval.decode import DecodeConfig, decode
 from eval.schedule import FIXED
 from eval.verify import Rule
 from models.base import Proposer
+from models.dspark import DSpark
 from models.sampling import SamplingConfig
 from models.target import Target
 
+K = 4  # drafts a round, where nothing else is said
 UNSEEN = 0  # <pad>, which the tiny target never says
 Reply = tuple[int, Any]  # status, and JSON values or text
 
@@ -219,3 +223,17 @@ def running(engine: FakeEngine) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+FAKES = {"vLLM": FakeVllm, "SGLang": FakeSglang, "llama.cpp": FakeLlamaCpp}
+
+
+@pytest.fixture
+def fake(tiny_target: Target, tiny_dspark: DSpark) -> Callable[..., FakeEngine]:
+    """An engine by name that serves the tiny drafter, on features of its own `layer_ids` where they are given."""
+
+    def make(name: str, *, layer_ids: tuple[int, ...] | None = None, **options: Any) -> FakeEngine:
+        target = tiny_target.capturing(layer_ids or tiny_dspark.target_layer_ids)
+        return FAKES[name](target, tiny_dspark, options.pop("num_draft_tokens", K), **options)
+
+    return make

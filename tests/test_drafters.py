@@ -42,8 +42,11 @@ MODELS: dict[str, Any] = {
     "dflash": dflash_config(),
     "dflash_in_place": dflash_config(slot_layout=SlotLayout.in_place),
     "dflash_window": dflash_config(sliding_window=6),
-    "dflash2": dflash2_config(),
-    "dflash2_anchor_first": dflash2_config(slot_layout=SlotLayout.anchor_first, codebooks=Codebooks.projected),
+    # all tokens are candidates, so that every true one can be walked through
+    "dflash2": dflash2_config(selector_top_k=55),
+    "dflash2_anchor_first": dflash2_config(
+        selector_top_k=55, slot_layout=SlotLayout.anchor_first, codebooks=Codebooks.projected
+    ),
     "dspark": dspark_config(),
     "dspark_in_place_rnn": dspark_config(slot_layout=SlotLayout.in_place, markov_head=MarkovHeadType.rnn),
     "dspark_gated": dspark_config(markov_head=MarkovHeadType.gated),

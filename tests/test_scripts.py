@@ -221,7 +221,7 @@ def test_an_unknown_engine_is_named_with_the_choices(
     fails: Callable[..., str], finished_run: Path, tmp_path: Path
 ) -> None:
     error = fails("export", f"output_dir={finished_run}", "engine=ggml", f"out={tmp_path / 'out'}")
-    assert "deepspec, gguf" in error and "ggml" in error and not (tmp_path / "out").exists()
+    assert "deepspec, vllm, speculators, sglang, gguf" in error and "ggml" in error and not (tmp_path / "out").exists()
 
 
 def test_a_second_run_keeps_finished_work(script: Script, prompts_file: Path, finished_run: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from models import block
 from models.base import DraftBatch, DraftLoss
 from models.block import BlockDrafter, BlockState
+from models.dflash2 import DFlash2
 from models.sampling import Sampler
 from tests.draft_batches import mixed_batch
 
@@ -37,14 +38,26 @@ def training_logits(drafter: BlockDrafter, batch: DraftBatch) -> TrainingLogits:
     if handle is not None:
         handle.remove()
     (hidden, teacher), options = spy.call_args
+    slots, draft = drafter.supervised_slots(batch), dense_logits(hidden, options)
+    if isinstance(drafter, DFlash2):
+        draft = along_paths(drafter, hidden, slots.previous, draft)
     return TrainingLogits(
-        mask=drafter.supervised_slots(batch).mask,
+        mask=slots.mask,
         labels=options["labels"],
-        draft=dense_logits(hidden, options),
+        draft=draft,
         target=dense_logits(teacher[options["teacher_ids"]], {**options, "bias_input": None, "draft_head": None}),
         confidence=confidences[0].detach() if confidences else None,
         loss=loss,
     )
+
+
+@torch.no_grad()
+def along_paths(drafter: DFlash2, hidden: Tensor, previous: Tensor, unary: Tensor) -> Tensor:
+    """[R, V] scores of all tokens behind the true ones before them, by the definition of the path selector."""
+    tensors = drafter.engine_tensors()
+    before, behind = (tensors[f"candidate_selector.{side}_codebook"] for side in ("predecessor", "successor"))
+    gate = hidden @ drafter.candidate_selector.hidden_projection.weight.T
+    return unary + (before[previous] * gate) @ behind.T
 
 
 def rows_by_total(call: Any) -> list[tuple[Tensor, Tensor]]:

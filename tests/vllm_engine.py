@@ -48,18 +48,18 @@ class Understood:
 
 
 def serve(
-    target: Path, draft: Path, prompts: Sequence[list[int]], *, method: str, num_draft_tokens: int, num_tokens: int
+    target: Path, prompts: Sequence[list[int]], *, speculation: Mapping[str, Any], num_tokens: int
 ) -> list[Served]:
     """Answer token-id prompts one after the other, in float32. End tokens end nothing."""
-    request = {"target": str(target), "draft": str(draft), "prompts": list(prompts), "num_tokens": num_tokens}
-    request |= {"method": method, "num_draft_tokens": num_draft_tokens}
-    answers = _in_child("serve", request, SECOND_RUNNER if method == "dspark" else {})
+    request = {"target": str(target), "prompts": prompts, "speculation": speculation, "num_tokens": num_tokens}
+    answers = _in_child("serve", request, SECOND_RUNNER if speculation["method"] == "dspark" else {})
     return [Served(**answer) for answer in answers]
 
 
-def understand(folder: Path) -> Understood:
-    """Load a folder in the speculators format with both of its readers."""
-    return Understood(**_in_child("understand", {"folder": str(folder)}, {}))
+def understand(folders: Sequence[Path]) -> list[Understood]:
+    """Load folders in the speculators format with both of its readers."""
+    answers = _in_child("understand", {"folders": [str(folder) for folder in folders]}, {})
+    return [Understood(**answer) for answer in answers]
 
 
 def _in_child(task: str, request: Mapping[str, Any], settings: Mapping[str, str]) -> Any:
@@ -83,12 +83,12 @@ def main() -> None:
 
 
 def _serve(request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    if request["method"] == "dspark":
+    if request["speculation"]["method"] == "dspark":
         _let_triton_be_interpreted()
     from vllm import LLM, SamplingParams
 
     _norm_each_layers_keys()
-    drafter = {"method": request["method"], "model": request["draft"]}
+    _name_gemma4_layers_apart()
     llm = LLM(
         model=request["target"],
         skip_tokenizer_init=True,
@@ -98,7 +98,7 @@ def _serve(request: Mapping[str, Any]) -> list[dict[str, Any]]:
         kv_cache_memory_bytes=2**28,
         max_num_seqs=4,
         disable_log_stats=False,  # without them there are no counters
-        speculative_config=drafter | {"num_speculative_tokens": request["num_draft_tokens"]},
+        speculative_config=request["speculation"],
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=request["num_tokens"], ignore_eos=True, detokenize=False)
     answers, before = [], _counters(llm)
@@ -131,19 +131,35 @@ def _norm_each_layers_keys() -> None:
     DFlashQwen3Model._normalize_context_k = normalize
 
 
+def _name_gemma4_layers_apart() -> None:
+    """vLLM 0.32 gives a drafter's Gemma 4 layers the names of a text-only target's, and refuses to start beside one. A
+    Gemma 4 that takes pictures has others."""
+    from vllm.model_executor.models.gemma4_dspark import Gemma4DSparkForCausalLM
+
+    original = Gemma4DSparkForCausalLM.__init__
+
+    def init(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
+        original(self, vllm_config=vllm_config, prefix=prefix or "draft")
+
+    Gemma4DSparkForCausalLM.__init__ = init
+
+
 def _counters(llm: Any) -> dict[str, int]:
     found = {metric.name.removeprefix("vllm:spec_decode_"): metric for metric in llm.get_metrics()}
     return {ours: int(found[theirs].value) for theirs, ours in COUNTERS.items()}
 
 
-def _understand(request: Mapping[str, Any]) -> dict[str, Any]:
+def _understand(request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [_understand_folder(folder) for folder in request["folders"]]
+
+
+def _understand_folder(folder: str) -> dict[str, Any]:
     import torch
     from safetensors.torch import load_file
     from speculators import SpeculatorModel
     from vllm.transformers_utils.config import get_config
     from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
 
-    folder = request["folder"]
     model = SpeculatorModel.from_pretrained(folder)
     written, loaded = load_file(f"{folder}/model.safetensors"), model.state_dict()
     loaded = {name: tensor for name, tensor in loaded.items() if not name.startswith("verifier_")}  # of the target

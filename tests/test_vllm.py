@@ -24,14 +24,15 @@ import torch
 from data.store import FeatureStore
 from eval.rounds import Generation
 from models.base import Drafter, Engine, SlotLayout
+from models.dflash2 import DFlash2
 from models.drafter_files import CONFIG
 from models.dspark import DSpark, MarkovHeadType
 from models.eagle3 import Eagle3
-from models.export import export_drafter, serve_command
+from models.export import METHODS, export_drafter, serve_command
 from models.files import read_json
 from models.layer_styles import LayerStyle
 from models.target import Target, TargetConfig, TargetIdentity
-from tests.conftest import build_drafter, dflash_config, dspark_config, eagle3_config, train_briefly
+from tests.conftest import build_drafter, dflash2_config, dflash_config, dspark_config, eagle3_config, train_briefly
 from tests.draft_batches import enliven
 from tests.test_engines import LLAMA3, NUM_DRAFT_TOKENS, NUM_TOKENS, endless, runtime  # noqa: F401 (a fixture)
 from tests.test_golden import CASES, GOLDEN, expected, load_case
@@ -52,6 +53,7 @@ DRAFTERS: dict[str, Any] = {
     "dflash": dflash_config(),
     "dflash in place": dflash_config(num_layers=2, **IN_PLACE),
     "dflash in place, window": dflash_config(sliding_window=8, **IN_PLACE),
+    "dflash2": dflash2_config(),
 }
 GEMMA4 = {"dspark, gemma4": dspark_config(layer_style=LayerStyle.gemma4)}  # which speculators has not
 SPECS: dict[str, dict[str, Any]] = {  # what some learn of a target that is not so
@@ -252,7 +254,7 @@ def test_vllm_understands_the_speculators_format_as_it_was_meant(name: str, unde
     assert found["draft_vocab_size"] == (drafter.draft_vocab_size or spec.vocab_size)
     assert found["rope_parameters"] == spec.rope_parameters
     assert found["eagle_aux_hidden_state_layer_ids"] == [index + 1 for index in ids]
-    method = written["speculators_model_type"]
+    method = METHODS[written["architectures"][0]]
     assert answer.vllm_method == {"method": method, "num_speculative_tokens": NUM_DRAFT_TOKENS}
     own = {"eagle3": check_eagle3, "dflash": check_dflash, "dspark": check_dspark}[method]
     own(drafter, found)
@@ -277,8 +279,11 @@ def check_block(drafter: Any, found: Mapping[str, Any]) -> None:
 
 def check_dflash(drafter: Any, found: Mapping[str, Any]) -> None:
     check_block(drafter, found)
-    assert found["architectures"] == ["DFlashDraftModel"]
+    names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    sizes = {name: getattr(drafter.config, name) for name in names} if isinstance(drafter, DFlash2) else {}
+    assert found["architectures"] == ["DFlash2DraftModel" if sizes else "DFlashDraftModel"]
     assert found["dflash_config"] == {
+        **sizes,
         "causal": False,
         "mask_token_id": drafter.mask_token_id,
         "sample_from_anchor": False,

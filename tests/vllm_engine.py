@@ -23,7 +23,7 @@ SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # counters and patches are of one process
     "VLLM_NO_USAGE_STATS": "1",
 }
-# Only vLLM's second model runner has the method dspark. Its kernels are Triton's: interpreted, they need no GPU.
+# Only vLLM's second model runner has DSpark and DFlash 2. Its kernels are Triton's: interpreted, they need no GPU.
 SECOND_RUNNER = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
@@ -52,7 +52,9 @@ def serve(
 ) -> list[Served]:
     """Answer token-id prompts one after the other, in float32. End tokens end nothing."""
     request = {"target": str(target), "prompts": prompts, "speculation": speculation, "num_tokens": num_tokens}
-    answers = _in_child("serve", request, SECOND_RUNNER if speculation["method"] == "dspark" else {})
+    architectures = json.loads((Path(speculation["model"]) / "config.json").read_text())["architectures"]
+    needs_second = speculation["method"] == "dspark" or architectures == ["DFlash2DraftModel"]
+    answers = _in_child("serve", request, SECOND_RUNNER if needs_second else {})
     return [Served(**answer) for answer in answers]
 
 
@@ -83,7 +85,7 @@ def main() -> None:
 
 
 def _serve(request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    if request["speculation"]["method"] == "dspark":
+    if os.environ.keys() >= SECOND_RUNNER.keys():
         _let_triton_be_interpreted()
     from vllm import LLM, SamplingParams
 

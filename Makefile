@@ -32,7 +32,7 @@ test-slow: $(VENV)/installed  ## kill loops, launcher matrix, statistics in full
 test-engines: $(VENV)/engines  ## exported drafters served by llama.cpp against our own runtime
 	$(BIN)/pytest -m "engine and not gpu"
 
-test-vllm: $(VENV)/installed $(VLLM_VENV)/installed  ## exported drafters served by vLLM and read by speculators (3.5 GB, 12 minutes)
+test-vllm: $(VENV)/installed $(VLLM_VENV)/installed  ## exported drafters served by vLLM and read by speculators (3.4 GB, 13 minutes)
 	$(BIN)/pytest -m "vllm and not gpu"
 
 bench: $(VENV)/installed  ## training steps at a vocabulary of 151,936, and extraction; writes outputs/bench.json

@@ -171,7 +171,7 @@ FAULTS: dict[str, dict[str, Any]] = {
         "eagle_aux_hidden_state_layer_ids": [2, 3, 4],
         "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [2, 3, 4]},
     },
-    "dflash in place": {"is_causal": True},
+    "dflash in place, window": {"is_causal": True},
     "dspark": {"sample_from_anchor": False, "dspark_bonus_anchor": True},
 }
 
@@ -186,7 +186,7 @@ def test_a_wrong_export_does_not_pass(
     tmp_path: Path,
 ) -> None:
     """vLLM serves these without a word, and the text is right: only the counts tell."""
-    drafter, prompts = trained(name), tiny_prompts[:4]
+    drafter, prompts = trained(name), tiny_prompts[:8]
     config = read_json(exported(drafter, tmp_path) / CONFIG)
     assert FAULTS[name].keys() <= config.keys()
     (tmp_path / CONFIG).write_text(json.dumps(config | FAULTS[name]))

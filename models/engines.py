@@ -180,6 +180,9 @@ def block_serving(drafter: BlockDrafter, engine: Engine, heads: Mapping[str, boo
     check_style(style, spec, engine, served=(Engine.deepspec, Engine.vllm))
     if style is LayerStyle.gemma4 and drafter.config.sliding_window is not None:
         raise refusal(engine, "model.layer_style=gemma4 and a sliding window", "such layers are global; use null")
+    if style is LayerStyle.gemma4 and engine is Engine.vllm and not spec.keys_are_values:
+        what = "model.layer_style=gemma4 for a target whose keys are not its values (attention_k_eq_v=false)"
+        raise refusal(engine, what, "vLLM's loader demands that they are")
     tensors, fields = dict(drafter.state_dict()), block_fields(drafter)
     fields["architectures"] = ["Qwen3DSparkModel" if style is LayerStyle.qwen3 else "Gemma4DSparkModel"]
     if engine is Engine.deepspec:

@@ -225,6 +225,13 @@ def test_what_knows_such_layers_gets_them_and_the_rest_is_refused(tmp_path: Path
     assert ('"method": "dspark"' in card) == (engine is Engine.vllm or kind == "dspark")
 
 
+def test_a_target_with_values_of_its_own_is_refused_where_the_loader_would_fail(tmp_path: Path) -> None:
+    drafter = build(KINDS["dspark"])
+    drafter.spec = replace(drafter.spec, keys_are_values=False)
+    with pytest.raises(ValueError, match=r"engine=vllm cannot write .*attention_k_eq_v=false"):
+        export_drafter(drafter, tmp_path / "out", engine=Engine.vllm, dtype=torch.float32, card="")
+
+
 def test_a_gemma_4_file_without_what_makes_its_layers_is_refused_by_name(tmp_path: Path) -> None:
     drafter = build(KINDS["dspark"])
     whole = as_published("dspark", nested_sizes=True)

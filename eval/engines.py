@@ -66,7 +66,7 @@ class Facts:
     device: str | None = None
 
 
-class Engine(ABC):
+class RunningEngine(ABC):
     """One that runs, and how it counts."""
 
     name: ClassVar[str]
@@ -121,7 +121,7 @@ class Engine(ABC):
             ) from error
 
 
-class Vllm(Engine):
+class Vllm(RunningEngine):
     """Counts all requests together, in counters of GET /metrics."""
 
     name, known = "vLLM", "0.32"
@@ -216,7 +216,7 @@ class Vllm(Engine):
         )
 
 
-class Sglang(Engine):
+class Sglang(RunningEngine):
     """Counts in the meta_info of every answer."""
 
     name, known = "SGLang", "0.5.23"
@@ -256,7 +256,7 @@ class Sglang(Engine):
         return as_sglang(generation, max_new_tokens)
 
 
-class LlamaCpp(Engine):
+class LlamaCpp(RunningEngine):
     """Counts in the timings of every answer."""
 
     name, known = "llama.cpp", "b11549"
@@ -296,7 +296,7 @@ class LlamaCpp(Engine):
         return as_llama_cpp(generation, max_new_tokens)
 
 
-def find_engine(server: str, *, api_key_file: str | None, timeout: float, concurrency: int) -> Engine:
+def find_engine(server: str, *, api_key_file: str | None, timeout: float, concurrency: int) -> RunningEngine:
     """Asks the server which engine it is. Raises ValueError where it cannot be reached or is none that is known."""
     urls = server_urls(server)
     if len(urls) != 1:

@@ -14,7 +14,7 @@ from data.server import record_seed
 from eval.config import EvalConfig
 from eval.counting import Counts, pooled
 from eval.decode import decode
-from eval.engines import Answered, Engine, Settings, find_engine
+from eval.engines import Answered, RunningEngine, Settings, find_engine
 from eval.identity import first_difference
 from eval.intervals import paired_interval
 from eval.plans import MAIN, PassPlan, length_of
@@ -47,7 +47,7 @@ class Serving:
         check_options(config, subject)
         self.config, self.target, self.subject = config, target, subject
         self.num_draft_tokens = length_of(config, subject)
-        self.engine: Engine = find_engine(
+        self.engine: RunningEngine = find_engine(
             config.server,
             api_key_file=config.api_key_file,
             timeout=config.request_timeout,

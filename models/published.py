@@ -105,6 +105,8 @@ def _spec(config: Mapping[str, Any], target: TargetSpec | None) -> TargetSpec:
     except (StrictDataclassError, TypeError, ValueError) as error:
         raise ValueError(f"model_type={model_type}: {' '.join(str(error).split())[:300]}") from error
     spec = replace(TargetSpec.from_config(built), num_layers=num_layers)
+    if spec.rope_parameters["rope_theta"] is None:
+        raise ValueError("rope_parameters: rope_theta must be a number above 0, got null")
     return spec if target is None else replace(spec, eos_token_ids=target.eos_token_ids)
 
 

@@ -16,7 +16,7 @@ from models.checkpoint import LoadedDrafter, check_target, load_drafter, save_dr
 from models.export import export_drafter
 from models.files import read_json
 from models.target import Target, TargetConfig, TargetIdentity
-from tests.conftest import build_dspark, dflash_config, dspark_config, eagle3_config
+from tests.conftest import build_dspark, dflash2_config, dflash_config, dspark_config, eagle3_config
 from tests.published_files import EMBEDDING, SPEC, build, write
 from tests.test_published import CLASSIC, classic_tensors
 from tests.test_published_blocks import DEEPSPEC, DEEPSPEC_EAGLE3, ZLAB, with_copies
@@ -40,6 +40,14 @@ def foreign(config: dict[str, Any], own: Any, tensors: Callable[[Any], dict[str,
     return lambda folder: (config, tensors(build(own)))
 
 
+def engines(engine: Engine, config: Any) -> Callable[[Path], Files]:
+    def files(folder: Path) -> Files:
+        serving = build(config).serving(engine)
+        return serving.config, serving.tensors
+
+    return files
+
+
 def with_embedding(drafter: Drafter) -> dict[str, Tensor]:
     return {**drafter.state_dict(), "embed_tokens.weight": EMBEDDING}
 
@@ -60,6 +68,10 @@ FORMATS: dict[str, Callable[[Path], Files]] = {
     "speculators eagle3": foreign(
         config_of("eagle3", num_layers=1, model_type="llama", **EAGLE3), OWN_HEAD, with_embedding
     ),
+}
+FORMATS |= {
+    "vllm dflash2": engines(Engine.vllm, dflash2_config(num_layers=2)),
+    "sglang dspark": engines(Engine.sglang, dspark_config(num_layers=2)),
 }
 # What a file may lack: what it says follows from the rest, or comes from the target.
 OPTIONAL = {

@@ -5,10 +5,8 @@ show: a drafter that reads the wrong layers loses a few per cent only.
 """
 
 import copy
-import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,7 @@ from models.sampling import SamplingConfig
 from models.target import Target, TargetConfig, TargetIdentity
 from tests.conftest import build_drafter, build_dspark, dflash_config, eagle3_config, train_briefly
 from tests.gguf_target import write_target
-from tests.llama_cpp import Served, running, serve
+from tests.llama_cpp import Served, need_llama_cpp, running, serve
 from tests.test_golden import CASES, GOLDEN, expected, load_case, target_of
 from tests.test_scripts import Script, fails, prompts_file, script  # noqa: F401 (fixtures)
 
@@ -48,11 +46,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(autouse=True)
 def installed() -> None:
-    if find_spec("xllamacpp") is None:
-        missing = "xllamacpp is not installed: `make test-engines` installs it"
-        if os.environ.get("CI") == "true":
-            pytest.fail(missing)
-        pytest.skip(missing)
+    need_llama_cpp()
 
 
 @pytest.fixture(scope="module")

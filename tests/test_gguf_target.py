@@ -22,8 +22,8 @@ from tests import tiny_families
 from tests.conftest import dspark_config
 from tests.draft_batches import enliven
 from tests.gguf_target import write_target
-from tests.llama_cpp import running
-from tests.test_engines import NUM_TOKENS, as_llama_cpp_counts, installed, runtime, serve  # noqa: F401 (fixture)
+from tests.llama_cpp import need_llama_cpp, running, serve
+from tests.test_engines import NUM_TOKENS, as_llama_cpp_counts, runtime
 
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
 SMOLLM = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2])
@@ -105,6 +105,7 @@ def tiny_qwen3(**changes: Any) -> Target:
 @pytest.mark.engine
 @pytest.mark.parametrize("name", SPLITS)
 def test_llama_cpp_tokenizes_as_the_target_does(name: str, tiny_target: Target, tmp_path: Path) -> None:
+    need_llama_cpp()
     tokenizer = tokenizer_of(SPLITS[name])
     keys = tokenizer_keys(tokenizer, len(tokenizer))
     assert keys is not None
@@ -121,6 +122,7 @@ def test_llama_cpp_tokenizes_as_the_target_does(name: str, tiny_target: Target, 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_llama_cpp_drafts_for_every_family_that_is_written(name: str, tmp_path: Path) -> None:
     """The target's own text, and as many drafts accepted; Llama's positions rotate neighbours there, Qwen3's halves."""
+    need_llama_cpp()
     target = copy.copy(tiny_families.build(name))
     target.spec = replace(target.spec, eos_token_ids=(49,))
     drafter = enliven(dspark_config(num_draft_tokens=4).build(target.spec, target_layer_ids=(0, 2), mask_token_id=4))

@@ -21,11 +21,11 @@ from torch.utils.checkpoint import checkpoint
 
 from models.attention import Mixer
 from models.base import DraftBatch, DraftLoss, Engine, Proposal, Serving, SlotLayout, stacked
-from models.block import BlockConfig, BlockDrafter, BlockState, SupervisedSlots
+from models.block import BlockConfig, BlockDrafter, BlockState
 from models.engines import dflash2_serving, refusal
 from models.layer_styles import LayerStyle
 from models.layers import BlockLayer
-from models.losses import sum_of
+from models.losses import by_slot, sum_of
 from models.packed import Linear, linear
 from models.sampling import Purpose, Sampler
 from models.spec import TargetSpec
@@ -100,7 +100,7 @@ class DFlash2(BlockDrafter):
         numerators["selector"] = self.config.selector_weight * (cross_entropy * weights).sum()
         metrics = self.slot_metrics(loss, slots) | {"selector": sum_of(cross_entropy, weights)}
         for name, values in (("candidate_recall", found), ("selector_accuracy", hit)):
-            metrics[name] = _by_slot(values, slots, self.num_draft_tokens)
+            metrics[name] = by_slot(values, slots.slot_ids, self.num_draft_tokens)
         return DraftLoss(numerators, metrics)
 
     def denominators(self, batch: DraftBatch) -> dict[str, Tensor]:
@@ -189,15 +189,6 @@ class DFlash2(BlockDrafter):
             tensors["candidate_selector.predecessor_codebook"] = self._predecessors(ids)
             tensors["candidate_selector.successor_codebook"] = self._successors(ids)
         return tensors
-
-
-def _by_slot(values: Tensor, slots: SupervisedSlots, num_slots: int) -> tuple[Tensor, Tensor]:
-    """(sum, count) of every slot, [K] each, unweighted."""
-    sums = torch.zeros(num_slots, dtype=torch.float64, device=values.device)
-    counts = torch.zeros_like(sums)
-    sums.index_add_(0, slots.slot_ids, values.detach().double())
-    counts.index_add_(0, slots.slot_ids, torch.ones_like(values, dtype=torch.float64))
-    return sums, counts
 
 
 class BlockConv(nn.Module):
@@ -289,7 +280,7 @@ def check_options(config: DFlash2Config, spec: TargetSpec) -> None:
     for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
         value = vars(config)[name]
         if value < 1 or value > sizes.get(name, value):
-            raise ValueError(f"model.{name} must be in 1..{sizes.get(name, 'any')}, got {value}")
+            raise ValueError(f"model.{name} must be in 1..{sizes.get(name, '')}, got {value}")
     if spec.hidden_size % config.conv_group_size:
         raise ValueError(
             f"model.conv_group_size={config.conv_group_size} must divide the target's hidden size {spec.hidden_size}"

@@ -115,6 +115,13 @@ def dynamic_weights(cross_entropy: Tensor, mask: Tensor, smoothing: float) -> Te
     return reached.flip(-1).cumsum(-1).flip(-1)[mask]
 
 
+def by_slot(values: Tensor, slot_ids: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
+    """(sum, count) of values [R] for each slot that slot_ids [R] name, [num_slots] each, float64, unweighted."""
+    zeros = torch.zeros(num_slots, dtype=torch.float64, device=slot_ids.device)
+    counts = zeros.index_add(0, slot_ids, torch.ones_like(slot_ids, dtype=torch.float64))
+    return zeros.index_add(0, slot_ids, values.detach().double()), counts
+
+
 def sum_of(values: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(sum, count) of a metric, detached, float64 so that counts stay exact."""
     values = values.detach().double()

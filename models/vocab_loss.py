@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from models.losses import LossWeights
+from models.losses import LossWeights, by_slot
 
 # Rows of a chunk are chosen so that one float32 [rows, V] buffer stays near this size; three to five exist at once.
 CHUNK_BYTES = 128 * 2**20
@@ -52,14 +52,12 @@ class VocabLoss:
 
     def metrics(self, slot_ids: Tensor, num_slots: int) -> dict[str, tuple[Tensor, Tensor]]:
         """(sum, count) of each metric per slot, [num_slots] each in float64; slot_ids [R] int64."""
-        zeros = torch.zeros(num_slots, dtype=torch.float64, device=slot_ids.device)
-        counts = zeros.index_add(0, slot_ids, torch.ones_like(slot_ids, dtype=torch.float64))
         values = {
             "cross_entropy": self.cross_entropy,
             "accept_rate": self.accept_rate,
             "top1_agreement": self.top1_agrees,
         }
-        return {name: (zeros.index_add(0, slot_ids, rows.double()), counts) for name, rows in values.items()}
+        return {name: by_slot(rows, slot_ids, num_slots) for name, rows in values.items()}
 
 
 def vocab_loss(

@@ -23,7 +23,7 @@ from models.base import DraftBatch, DraftLoss, Engine, Proposal, Serving, check_
 from models.cache import KVCache
 from models.config import to_dataclass
 from models.draft_vocabulary import VocabularyDrafter
-from models.engines import as_speculators, check_style, gemma4_fields, layer_fields, refusal
+from models.engines import as_speculators, check_style, frozen_copies, gemma4_fields, layer_fields, refusal
 from models.flops import attention_flops, loss_columns, num_tokens, vocabulary_flops
 from models.gguf import pair_layer_file
 from models.layer_styles import LayerStyle
@@ -359,9 +359,8 @@ class Eagle3(VocabularyDrafter):
             "target_layer_ids": list(self.target_layer_ids),
             "ttt_length": self.num_draft_tokens,
         }
-        copies = {"embed_tokens.weight": self.embedding, "lm_head.weight": self.head}
         sizes = layer_fields(self.spec, "qwen3", num_layers=1) if is_qwen3 else gemma4_fields(self.spec, num_layers=1)
-        return Serving(sizes | own, {**self.state_dict(), **copies})
+        return Serving(sizes | own, {**self.state_dict(), **frozen_copies(self)})
 
     def _gguf(self) -> Serving:
         """llama.cpp's `eagle3`: three layers, no norm but its own."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from models.base import Engine, Serving, SlotLayout
+from models.base import Drafter, Engine, Serving, SlotLayout
 from models.block import BlockDrafter
 from models.layer_styles import LayerStyle
 from models.spec import TargetSpec
@@ -58,7 +58,7 @@ def layer_fields(spec: TargetSpec, model_type: str, *, num_layers: int) -> dict[
         "rms_norm_eps": spec.rms_norm_eps,
         "rope_parameters": rope,  # transformers 5
         "rope_theta": rope["rope_theta"],  # transformers 4, which would otherwise use 10,000
-        "rope_scaling": None if rope.get("rope_type", "default") == "default" else scaled,
+        "rope_scaling": None if spec.rope_type == "default" else scaled,
         "tie_word_embeddings": False,
         "use_cache": True,
         "vocab_size": spec.vocab_size,
@@ -101,28 +101,21 @@ def gemma4_fields(spec: TargetSpec, *, num_layers: int) -> dict[str, Any]:
 
 def check_served(spec: TargetSpec, engine: Engine) -> None:
     """Raises ValueError naming what of the target `engine` would leave out of its drafter."""
+    partial = spec.rope_parameters.get("partial_rotary_factor", 1)
     problems = [
         (
             spec.model_type in NOT_READ_OUT.get(engine, ()),
-            f"target model_type={spec.model_type}",
-            "hidden states of it",
+            f"model_type={spec.model_type}",
+            "one that it reads out",
         ),
-        (spec.embedding_scale != 1, f"target embedding_scale={spec.embedding_scale:g}", "a scaled embedding"),
-        (spec.logit_softcap is not None, f"target logit_softcap={spec.logit_softcap}", "capped logits"),
-        (
-            spec.rope_parameters.get("partial_rotary_factor", 1) != 1,
-            f"target partial_rotary_factor={spec.rope_parameters.get('partial_rotary_factor')}",
-            "positions in a part of a head",
-        ),
-        (
-            spec.hidden_act != "silu" and engine is not Engine.deepspec,
-            f"target hidden_act={spec.hidden_act}",
-            "any activation but silu",
-        ),
+        (spec.embedding_scale != 1, f"embedding_scale={spec.embedding_scale}", "1"),
+        (spec.logit_softcap is not None, f"logit_softcap={spec.logit_softcap}", "none"),
+        (partial != 1, f"partial_rotary_factor={partial}", "1"),
+        (spec.hidden_act != "silu" and engine is not Engine.deepspec, f"hidden_act={spec.hidden_act}", "silu"),
     ]
-    for wrong, what, lacks in problems:
+    for wrong, what, need in problems:
         if wrong:
-            raise refusal(engine, what, f"it has no {lacks} in a drafter of this kind")
+            raise refusal(engine, f"target {what}", f"it needs {need}; choose another engine, or another target")
 
 
 def check_style(style: LayerStyle, spec: TargetSpec, engine: Engine, *, served: tuple[Engine, ...]) -> None:
@@ -220,7 +213,7 @@ def block_serving(drafter: BlockDrafter, engine: Engine, heads: Mapping[str, boo
     return Serving(fields | own, tensors | frozen_copies(drafter))
 
 
-def frozen_copies(drafter: BlockDrafter) -> dict[str, torch.Tensor]:
+def frozen_copies(drafter: Drafter) -> dict[str, torch.Tensor]:
     return {"embed_tokens.weight": drafter.embedding, "lm_head.weight": drafter.head}
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.base import Drafter, Engine
+from models.base import Drafter, Engine, Serving
 from models.checkpoint import load_drafter
 from models.drafter_files import CALIBRATION, CONFIG, WEIGHTS
 from models.files import write_atomic, write_json, write_text
@@ -68,7 +68,7 @@ def export_drafter(
     foreign = next(folder.glob(CONFIG if engine is Engine.gguf else f"{type(drafter).__name__.lower()}.gguf"), None)
     if foreign is not None:
         raise ValueError(f"out={folder} holds {foreign.name}, made for another engine: choose a folder for this one")
-    drafter.serving(engine)  # refuses
+    serving = drafter.serving(engine)  # refuses
     if calibration is not None:
         write_json(folder / CALIBRATION, calibration)
     else:
@@ -83,26 +83,24 @@ def export_drafter(
         if engine is Engine.speculators and target is not None:
             verifier = {"name_or_path": target.path, "architectures": load_hf_config(target).architectures or []}
             about["speculators_config"] = {"verifier": verifier}
-        _export_folder(drafter, folder, engine=engine, dtype=dtype, card=card, about=about)
+        _write_folder(serving, folder, dtype=dtype, card=card, about=about)
+        _check_written(drafter, serving, folder, engine=engine, dtype=dtype)
 
 
-def _export_folder(
-    drafter: Drafter,
+def _write_folder(
+    serving: Serving,
     folder: Path,
     *,
-    engine: Engine,
     dtype: torch.dtype,
     card: str,
     about: Mapping[str, Mapping[str, Any]],  # fields beyond those of the drafter
 ) -> None:
-    serving = drafter.serving(engine)
     weights = {name: _stored(tensor, dtype) for name, tensor in serving.tensors.items()}
     config = {**serving.config, "dtype": str(dtype).removeprefix("torch.")}
     config |= {key: {**config.get(key, {}), **value} for key, value in about.items()}
     write_atomic(folder / WEIGHTS, lambda path: save_file(weights, path, metadata={"format": "pt"}))
     write_text(folder / "README.md", card)
     write_json(folder / CONFIG, config)  # last: without it no loader takes the folder for a drafter
-    _check_written(drafter, folder, engine, weights, dtype)
 
 
 def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -110,17 +108,17 @@ def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.contiguous().clone()  # a tied target's embedding and head share memory, which safetensors refuses
 
 
-def _check_written(
-    drafter: Drafter, folder: Path, engine: Engine, weights: Mapping[str, Tensor], dtype: torch.dtype
-) -> None:
+def _check_written(drafter: Drafter, serving: Serving, folder: Path, *, engine: Engine, dtype: torch.dtype) -> None:
     """Read as any other checkpoint and written once more it must be the same: every field and tensor was understood."""
     again = load_drafter(folder, target=drafter.spec).drafter.bind(drafter.embedding, drafter.head)
-    own, found = drafter.serving(engine), again.serving(engine)
-    differing = [key for key in own.config.keys() | found.config.keys() if own.config.get(key) != found.config.get(key)]
+    found, keys = again.serving(engine), serving.config.keys()
+    differing = [key for key in keys | found.config.keys() if serving.config.get(key) != found.config.get(key)]
     assert not differing, f"{folder / CONFIG}: read back otherwise: {sorted(differing)}"
-    assert weights.keys() == found.tensors.keys(), f"{folder}: {sorted(weights.keys() ^ found.tensors.keys())}"
-    for name, tensor in weights.items():
-        assert torch.equal(_stored(found.tensors[name], dtype), tensor), f"{name} changed on the way to {folder}"
+    other = serving.tensors.keys() ^ found.tensors.keys()
+    assert not other, f"{folder}: {sorted(other)}"
+    for name, tensor in serving.tensors.items():
+        same = torch.equal(_stored(found.tensors[name], dtype), _stored(tensor, dtype))
+        assert same, f"{name} changed on the way to {folder}"
 
 
 def serve_command(drafter: Drafter, engine: Engine, target: str, *, calibrated: bool = False) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from models.base import Drafter, Engine, Serving, SlotLayout
 from models.block import BlockDrafter
+from models.engines import check_served, refusal
 from models.files import write_atomic
 from models.layers import Rotary
 from models.spec import TargetSpec
@@ -63,7 +64,7 @@ def write_gguf_drafter(
     if vocabulary is None:
         vocabulary = {TOKENIZER: "llama", TOKENS: distinct_tokens((), drafter.spec.vocab_size)}
     tensors = serving.tensors
-    if drafter.spec.rope_parameters.get("rope_type", "default") != "default":
+    if drafter.spec.rope_type != "default":
         tensors = {**tensors, "rope_freqs.weight": rotary_factors(drafter.spec)}
     write_gguf(path, {**vocabulary, **serving.config}, tensors, dtype=dtype)
 
@@ -177,7 +178,7 @@ def dflash_file(drafter: BlockDrafter, heads: Mapping[str, str], own: Mapping[st
     layer_ids, window = list(drafter.target_layer_ids), drafter.config.sliding_window
     check_target(drafter.spec, layer_ids)
     if window is not None:
-        raise refused(f"model.sliding_window={window}", "it needs null")
+        raise refusal(Engine.gguf, f"model.sliding_window={window}", "it needs null, or choose another engine")
     spec, in_place = drafter.spec, drafter.slot_layout is SlotLayout.in_place
     keys = layer_keys(spec, num_layers=drafter.config.num_layers) | {
         "attention.causal": False,
@@ -220,28 +221,20 @@ def pair_layer_file(
 
 def check_target(spec: TargetSpec, layer_ids: list[int]) -> None:
     """Raises ValueError naming the first thing that llama.cpp would refuse, abort on or silently compute otherwise."""
-    last, rope_type = spec.num_layers - 1, spec.rope_parameters.get("rope_type", "default")
-    partial = spec.rope_parameters.get("partial_rotary_factor", 1)
+    last = spec.num_layers - 1
     problems = [
-        (last in layer_ids, f"target_layer_ids={layer_ids}", f"it needs layers below {last}: train with such layers"),
+        (last in layer_ids, f"target_layer_ids={layer_ids}", f"layers below {last}: train with such layers"),
+        (spec.model_type not in TARGETS, f"target model_type={spec.model_type}", f"one of {', '.join(TARGETS)}"),
         (
-            spec.model_type not in TARGETS,
-            f"target model_type={spec.model_type}",
-            f"it needs one of {', '.join(TARGETS)}",
+            spec.rope_type not in ROTARY_TYPES,
+            f"target rope_type={spec.rope_type}",
+            f"one of {', '.join(ROTARY_TYPES)}",
         ),
-        (partial != 1, f"target partial_rotary_factor={partial}", "it needs 1"),
-        (spec.hidden_act != "silu", f"target hidden_act={spec.hidden_act}", "it needs silu"),
-        (rope_type not in ROTARY_TYPES, f"target rope_type={rope_type}", f"it needs one of {', '.join(ROTARY_TYPES)}"),
-        (spec.embedding_scale != 1, f"target embedding_scale={spec.embedding_scale}", "it needs 1"),
-        (spec.logit_softcap is not None, f"target logit_softcap={spec.logit_softcap}", "it needs none"),
     ]
     for wrong, what, need in problems:
         if wrong:
-            raise refused(what, need)
-
-
-def refused(what: str, need: str) -> ValueError:
-    return ValueError(f"engine=gguf cannot write a drafter with {what}: {need}, or choose another engine")
+            raise refusal(Engine.gguf, what, f"it needs {need}, or choose another engine")
+    check_served(spec, Engine.gguf)
 
 
 def _types(key: str, value: Any) -> tuple[GGUFValueType, GGUFValueType | None]:

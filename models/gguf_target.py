@@ -66,17 +66,16 @@ def target_file(spec: TargetSpec, weights: Mapping[str, Tensor]) -> tuple[dict[s
         for index in range(spec.num_layers):
             for name in (f"blk.{index}.attn_q.weight", f"blk.{index}.attn_k.weight"):
                 tensors[name] = neighbours(tensors[name], spec.head_dim)
-    if spec.rope_parameters.get("rope_type", "default") != "default":
+    if spec.rope_type != "default":
         tensors["rope_freqs.weight"] = rotary_factors(spec)
     keys = layer_keys(spec, num_layers=spec.num_layers) | {"vocab_size": spec.vocab_size}
     return {ARCHITECTURE: architecture} | {f"{architecture}.{key}": value for key, value in keys.items()}, tensors
 
 
 def check_family(spec: TargetSpec, window: int | None) -> None:
-    rope_type = spec.rope_parameters.get("rope_type", "default")
-    if spec.model_type not in ARCHITECTURES or rope_type not in ROTARY_TYPES or window is not None:
+    if spec.model_type not in ARCHITECTURES or spec.rope_type not in ROTARY_TYPES or window is not None:
         raise ValueError(
-            f"with_target=true cannot write a target of model_type={spec.model_type}, rope_type={rope_type}, "
+            f"with_target=true cannot write a target of model_type={spec.model_type}, rope_type={spec.rope_type}, "
             f"sliding_window={window}, only {', '.join(ARCHITECTURES)} with {', '.join(ROTARY_TYPES)} positions and no "
             "window; use llama.cpp's convert_hf_to_gguf.py"
         )

@@ -105,8 +105,6 @@ def _spec(config: Mapping[str, Any], target: TargetSpec | None) -> TargetSpec:
     except (StrictDataclassError, TypeError, ValueError) as error:
         raise ValueError(f"model_type={model_type}: {' '.join(str(error).split())[:300]}") from error
     spec = replace(TargetSpec.from_config(built), num_layers=num_layers)
-    if spec.rope_parameters["rope_theta"] is None:
-        raise ValueError("rope_parameters: rope_theta must be a number above 0, got null")
     return spec if target is None else replace(spec, eos_token_ids=target.eos_token_ids)
 
 
@@ -168,14 +166,20 @@ def _read_dspark(config: Mapping[str, Any], tensors: dict[str, Tensor], spec: Ta
 
 
 def _read_zlab(config: Mapping[str, Any], tensors: dict[str, Tensor], spec: TargetSpec) -> Published:
-    merged = {**config, **(config.get("dflash_config") or {})}
-    if merged.get("sample_from_anchor"):
-        raise ValueError("architecture DFlashDraftModel is in_place, but sample_from_anchor=true says anchor_first")
+    merged = _merged(config, "DFlashDraftModel")
     own = DFlashConfig(**_block_options(merged, in_place=True, num_draft_tokens=merged["block_size"] - 1))
     layer_ids = merged.get("target_layer_ids") or spread_layer_ids(spec.num_layers, own.num_layers)
     return Published(
         DFlash(own, spec, target_layer_ids=tuple(layer_ids), mask_token_id=merged["mask_token_id"]), tensors
     )
+
+
+def _merged(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """z-lab's fields in one place. Raises ValueError where they deny its one layout."""
+    merged = {**config, **(config.get("dflash_config") or {})}
+    if merged.get("sample_from_anchor"):
+        raise ValueError(f"architecture {architecture} is in_place, but sample_from_anchor=true says anchor_first")
+    return merged
 
 
 def _style(config: Mapping[str, Any]) -> LayerStyle:
@@ -188,9 +192,7 @@ def _is_zero(tensors: Mapping[str, Tensor], names: Sequence[str]) -> bool:
 
 def _read_dflash2(config: Mapping[str, Any], tensors: dict[str, Tensor], spec: TargetSpec) -> Published:
     """z-lab's layout with convolutions and a selector; in the speculators format with copies of the frozen matrices."""
-    merged = {**config, **(config.get("dflash_config") or {})}
-    if merged.get("sample_from_anchor"):
-        raise ValueError("architecture DFlash2DraftModel is in_place, but sample_from_anchor=true says anchor_first")
+    merged = _merged(config, "DFlash2DraftModel")
     for name, plain in (("output_multiplier", 1), ("input_embedding_scale", 1), ("final_logit_softcapping", 0)):
         if (merged.get(name) or plain) != plain:
             raise ValueError(f"{name}={merged[name]} of a DFlash 2 is not supported")

@@ -75,6 +75,10 @@ class TargetSpec:
             pad_token_id=values.get("pad_token_id"),
         )
 
+    @property
+    def rope_type(self) -> str:
+        return self.rope_parameters.get("rope_type", "default")
+
     def to_dict(self) -> dict[str, Any]:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
@@ -101,13 +105,15 @@ def global_layer(values: dict[str, Any]) -> dict[str, Any]:
 def rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
     """Rotary parameters of the full-attention layers; transformers 4 files keep some of them at top level.
 
-    Raises ValueError where only other layers have positions.
+    Raises ValueError where only other layers have positions, and on a base that is null.
     """
     found = values.get("rope_parameters") or values.get("rope_scaling") or {}
     by_layer_type = {key: value for key, value in found.items() if isinstance(value, dict)}
     if by_layer_type and "full_attention" not in by_layer_type:
         raise ValueError(f"target config: rope_parameters={found} has no set for full_attention layers; not supported")
     found = by_layer_type.get("full_attention", found)
+    if "rope_theta" in found and found["rope_theta"] is None:
+        raise ValueError("rope_parameters: rope_theta must be a number above 0, got null")
     parameters = {"rope_type": found.get("type", "default"), "rope_theta": values.get("rope_theta") or 10000.0}
     if values.get("partial_rotary_factor") is not None:
         parameters["partial_rotary_factor"] = values["partial_rotary_factor"]

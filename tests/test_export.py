@@ -18,6 +18,7 @@ from models.files import read_json
 from models.target import TargetConfig, TargetIdentity
 from tests.conftest import dflash2_config, dflash_config, dspark_config, eagle3_config, files_of
 from tests.published_files import EMBEDDING, HEAD, LAYER_IDS, SPEC, build, check_same_drafts
+from tests.test_layers import LLAMA3
 
 IN_PLACE: dict[str, Any] = {"slot_layout": SlotLayout.in_place}
 BARE: dict[str, Any] = {"markov_rank": 0, "confidence_with_markov": False}
@@ -168,16 +169,6 @@ def test_engines_get_a_zero_markov_head_that_import_drops(tmp_path: Path, engine
         matrix = weights[f"markov_head.{side}.weight"]
         assert matrix.shape == (SPEC.vocab_size, 1) and not matrix.any()
     assert load_drafter(tmp_path, target=SPEC).drafter.state_dict().keys() == drafter.state_dict().keys()
-
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 
 
 @pytest.mark.parametrize("engine", [*FOLDERS, Engine.deepspec])

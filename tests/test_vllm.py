@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from data.store import FeatureStore
+from eval.counting import as_vllm
 from eval.rounds import Generation
 from models.base import Drafter, Engine, SlotLayout
 from models.dflash2 import DFlash2
@@ -123,8 +124,8 @@ def runtime_serves(target: Target, drafter: Drafter, prompts: list[list[int]]) -
 
 
 def as_vllm_counts(generation: Generation) -> Served:
-    drafts, accepted = len(generation.rounds), sum(round_.accepted for round_ in generation.rounds)
-    return Served(generation.tokens, drafts, drafts * NUM_DRAFT_TOKENS, accepted)
+    counts = as_vllm(generation, NUM_TOKENS)
+    return Served(generation.tokens, counts.rounds, counts.proposed, counts.accepted)
 
 
 def recorded_counts(sample: dict[str, Any]) -> Served:

@@ -80,6 +80,7 @@ class EvalConfig:
     presence_penalty: float
     stop_strings: list[str]
     calibrate: CalibrateOptions
+    cost_loads: list[int]
     simulate: SimulateOptions
     baselines: list[str]
     race: int | None

@@ -119,6 +119,7 @@ class Harness:
         report["findings"] = self._findings(report, [subject, *compared])
         report["race"] = self._race(plans)
         report["server"] = None if serving is None else serving.report(passes)
+        report["round_costs"] = self._round_costs([subject, *compared])
         report |= self._confidence_report(subject, passes)
         if self.config.simulate.enabled:
             report["simulation"] = self._simulation_report(subject, passes)
@@ -183,6 +184,12 @@ class Harness:
         sample, drafter = self._first_turns(MAIN, max(loads)), subject.drafter
         made = self.passes.once(path, lambda: asdict(measure_costs(self._target_of(subject), drafter, sample, loads)))
         return CostTable(**made)
+
+    def _round_costs(self, subjects: Sequence[Subject]) -> list[dict[str, Any]]:
+        """Of every drafter, where `cost_loads` asks for it."""
+        loads = list(self.config.cost_loads)
+        drafting = [subject for subject in subjects if subject.drafter is not None and loads]
+        return [{"drafter": s.name, **asdict(self._costs(s, loads))} for s in drafting]
 
     def _calibrated(self, subject: Subject) -> Subject:
         """With a scaling fitted on prompts that are not measured, and kept beside its weights."""

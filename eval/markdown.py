@@ -153,7 +153,7 @@ SERVER_HEAD = ("T", "K", "task", "prompts", "engine", "here", "difference", "tok
 def _server_lines(found: Mapping[str, Any] | None) -> list[str]:
     if not found:
         return []
-    table = _aligned([SERVER_HEAD, ["---"] * len(SERVER_HEAD), *server_table(found)])
+    table = aligned([SERVER_HEAD, ["---"] * len(SERVER_HEAD), *server_table(found)])
     verdicts = [f"- {server_verdict(found, row)}" for row in found["rows"]]
     return ["", server_setting(found), "", *table, "", *verdicts, ""]
 
@@ -285,7 +285,7 @@ def _calibration_lines(found: Mapping[str, Any] | None) -> list[str]:
         f"Confidence that a block survives its k-th draft, over {found['rounds']} measured rounds at temperature "
         f"{found['temperature']:g} ({state}; calibration error over 20 bins, pooled):",
         "",
-        *_aligned(lines),
+        *aligned(lines),
         "",
     ]
 
@@ -304,7 +304,7 @@ def _simulation_lines(found: Mapping[str, Any] | None) -> list[str]:
         "Simulated tokens a second (drafts verified, a request and round) by schedule and load, from costs measured "
         f"here and this run's rounds at temperature {found['temperature']:g}:",
         "",
-        *_aligned(lines),
+        *aligned(lines),
         "",
     ]
 
@@ -331,7 +331,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
                 {True: "yes", False: "NO", None: "-"}[row["outputs_identical_to_vanilla"]],
             ]
         )
-    return _aligned(lines)
+    return aligned(lines)
 
 
 def _conditional_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -342,10 +342,10 @@ def _conditional_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         values = [*row["conditional_acceptance"], *[None] * longest][:longest]
         name = [row["drafter"], f"{row['temperature']:g}", str(row["num_draft_tokens"]), row["slot_layout"] or "-"]
         lines.append(name + [number(value) for value in values])
-    return _aligned(lines)
+    return aligned(lines)
 
 
-def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     """Markdown rows whose columns line up in a terminal as well."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     padded = [

@@ -10,7 +10,7 @@ from typing import Any
 from data.tracking import WandbConfig, open_wandb
 from eval.autotune import LengthChoice
 from eval.evidence import evidence
-from eval.intervals import difference_interval, length_interval
+from eval.intervals import difference_interval, length_interval, tokens_and_rounds
 from eval.markdown import render
 from eval.rounds import Generation
 from eval.stats import Pass, acceptance_stats, first_of_each
@@ -51,7 +51,7 @@ def build_report(
 
 
 def row_of(measured: Pass, identity: Mapping[str, Any] | None) -> dict[str, Any]:
-    """One row: what was run, pooled statistics, and the same per domain."""
+    """One row: what was run, pooled statistics, and the same per domain, with [tokens, rounds] of each request."""
     identity, lossless = identity or {}, measured.about["lossless"]
     per_domain = {}
     for domain in sorted(set(measured.domains)):
@@ -59,7 +59,9 @@ def row_of(measured: Pass, identity: Mapping[str, Any] | None) -> dict[str, Any]
         generations, prompts = [measured.generations[i] for i in members], [measured.prompts[i] for i in members]
         alone = measured.of_domain(domain)
         times: dict[str, Any] = dict.fromkeys(TIMES) if alone is None else times_of(alone)
-        per_domain[domain] = {"num_prompts": len(members), **numbers_of(generations, prompts, lossless), **times}
+        requests = tokens_and_rounds(generations).astype(int).tolist()
+        numbers = numbers_of(generations, prompts, lossless)
+        per_domain[domain] = {"num_prompts": len(members), "requests": requests, **numbers, **times}
     return {
         **measured.about,
         "bonus_counted": True,

@@ -12,13 +12,15 @@ from models.base import Drafter, Proposer
 from models.checkpoint import check_target, load_drafter
 from models.drafter_files import CONFIG, download, fingerprint, looks_like_hub_name, resolve_folder
 from models.files import read_json, sha256_file, sha256_text
-from models.independent import IndependentDrafter
+from models.independent import FirstLayersDrafter, IndependentDrafter
 from models.ngram import NgramDrafter
 from models.published import known_architecture
+from models.spec import TargetSpec
 from models.target import Target, TargetConfig, TargetIdentity, dtype_of, load_spec, load_target, load_tokenizer
 
 NGRAM_DRAFT_TOKENS = 7
 INDEPENDENT_DRAFT_TOKENS = 4
+FIRST_LAYERS = "first_layers:"
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,11 @@ class Subject:
         return self.drafter.target_layer_ids if isinstance(self.drafter, Drafter) else ()
 
     def bind(self, target: Target) -> None:
-        """Lend a drafter the target's embedding and head."""
+        """Lend a drafter what it takes from the target: embedding and head, or its first layers."""
         if isinstance(self.drafter, Drafter):
             self.drafter.bind(target.embedding, target.head)
+        elif isinstance(self.drafter, FirstLayersDrafter):
+            self.drafter.bind(target)
 
 
 VANILLA = Subject("vanilla", None, None, "vanilla")
@@ -53,12 +57,14 @@ def ngram(num_draft_tokens: int = NGRAM_DRAFT_TOKENS) -> Subject:
 def load_subject(
     draft: str, config: TargetConfig, identity: TargetIdentity, device: torch.device, *, allow_pickle: bool = False
 ) -> Subject:
-    """`vanilla`, `ngram`, a drafter that `load_drafter` knows or a causal LM with the target's tokenizer, either by
-    folder or Hugging Face name. Raises ValueError on another target's drafter."""
+    """`vanilla`, `ngram`, `first_layers:N` of the target, a drafter that `load_drafter` knows or a causal LM with the
+    target's tokenizer, either by folder or Hugging Face name. Raises ValueError on another target's drafter."""
     if draft == "vanilla":
         return VANILLA
     if draft == "ngram":
         return ngram()
+    if draft.startswith(FIRST_LAYERS):
+        return own_first_layers(draft, load_spec(config))
     if is_language_model(draft):
         return independent(draft, config, device)
     folder = resolve_folder(draft, allow_pickle=allow_pickle)
@@ -97,6 +103,15 @@ def is_language_model(draft: str) -> bool:
     found = read_json(folder / CONFIG)
     names = found.get("architectures") or [""]
     return "format_version" not in found and names[0].endswith("ForCausalLM") and known_architecture(found) is None
+
+
+def own_first_layers(draft: str, spec: TargetSpec) -> Subject:
+    """Of `draft` as in FIRST_LAYERS; raises ValueError unless the number is one of the target's layers but the last."""
+    number = draft.removeprefix(FIRST_LAYERS)
+    if not number.isdecimal():
+        raise ValueError(f"draft={draft}: a number of layers must stand behind the colon, as in first_layers:8")
+    drafter = FirstLayersDrafter(int(number), INDEPENDENT_DRAFT_TOKENS, spec)
+    return Subject(f"first {int(number)} layers", drafter, None, draft)
 
 
 def independent(path: str, config: TargetConfig, device: torch.device) -> Subject:

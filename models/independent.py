@@ -1,18 +1,21 @@
-"""An independent draft model: any small causal LM with the target's tokenizer, drafting token by token. No training.
+"""Draft models that are not trained, read tokens only and draft one by one.
 
-The baseline of the first papers (Leviathan et al. 2023, Chen et al. 2023). It reads tokens only, and keeps keys and
-values of its own for all of them.
+A small causal LM with the target's tokenizer (Leviathan et al. 2023, Chen et al. 2023), or the target itself without
+the layers behind some depth (self-speculative decoding, Zhang et al. 2023). Both keep keys and values of their own for
+all tokens.
 """
 
+import copy
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from models.base import Proposal, stacked
 from models.cache import CacheState
 from models.sampling import Purpose, Sampler
+from models.spec import TargetSpec
 from models.target import Target
 
 
@@ -57,3 +60,28 @@ class IndependentDrafter:
             state.cache.lengths = committed + written
             self.model.forward(tokens[:, written:], state.cache, with_features=False)
         state.cache.lengths, state.written = committed + counts, 0
+
+
+class FirstLayersDrafter(IndependentDrafter):
+    """The target's first `num_layers` decoder layers, whose output goes through its own final norm and head. `bind`
+    must be called before drafting. An engine would share keys and values of these layers with the verification, which
+    spares memory and the prompt's second pass, and changes no draft."""
+
+    def __init__(self, num_layers: int, num_draft_tokens: int, spec: TargetSpec) -> None:
+        if not 1 <= num_layers < spec.num_layers:
+            raise ValueError(
+                f"draft=first_layers:{num_layers} needs some of the target's layers, not all: 1..{spec.num_layers - 1}"
+            )
+        self.num_layers, self.num_draft_tokens, self.vocab_size = num_layers, num_draft_tokens, spec.vocab_size
+
+    def bind(self, target: Target) -> None:
+        self.model = first_layers(target, self.num_layers)
+
+
+def first_layers(target: Target, num_layers: int) -> Target:
+    """The same weights without the layers behind the first `num_layers`."""
+    cut, backbone = copy.copy(target), copy.copy(target.backbone)
+    backbone._modules = dict(backbone._modules)  # a copied module shares them with the original
+    backbone.layers = cut.layers = nn.ModuleList(target.layers[:num_layers])
+    cut.backbone, cut.layer_ids = backbone, ()
+    return cut

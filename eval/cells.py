@@ -1,0 +1,230 @@
+"""A fair race of drafters: equal data, equal steps and several seeds for each, equal prompts to measure them on.
+
+A cell is one drafter with one seed. Its file is written when it is finished, so that a race which was ended anywhere
+does the rest when it is started again. Stages are the root scripts, as anyone would call them.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from data.run import read_lines
+from eval.standings import cell_text, show_standings
+from models.files import read_json, write_text
+
+ROOT = Path(__file__).parents[1]
+FULL_MINUTES = 120.0
+FEWEST = {"num_steps": 2, "num_answers": 16, "num_prompts": 4}
+
+# a root script's name and its options
+RunStage = Callable[[str, Sequence[str]], None]
+
+
+@dataclass
+class FullRace:
+    """full.*: sizes of a race of FULL_MINUTES."""
+
+    num_steps: int
+    num_answers: int
+    num_prompts: int
+
+
+@dataclass
+class StageOptions:
+    """options.*: more options of each stage."""
+
+    generate: list[str] = field(default_factory=list)
+    extract: list[str] = field(default_factory=list)
+    train: list[str] = field(default_factory=list)
+    eval: list[str] = field(default_factory=list)
+
+
+@dataclass
+class RaceConfig:
+    """Options of race.py; conf/race.yaml lists every value with a remark."""
+
+    experiment: str
+    name: str
+    output_dir: str
+    results: str
+    budget_minutes: float
+    full: FullRace
+    num_draft_tokens: int
+    seeds: list[int]
+    drafters: list[str] | None
+    trained: dict[str, list[str]]
+    untrained: dict[str, str]
+    target: list[str]
+    options: StageOptions
+    launcher: list[str]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`seed`: None where nothing is trained, and `draft` is what eval.py is given."""
+
+    drafter: str
+    seed: int | None
+    options: tuple[str, ...]  # of train.py
+    draft: str | None
+
+    @property
+    def name(self) -> str:
+        return self.drafter if self.seed is None else f"{self.drafter}_seed{self.seed}"
+
+
+def run_race(config: RaceConfig, run_stage: RunStage | None = None) -> str:
+    """All cells that are not finished yet; returns the standings (Markdown), which stand beside the cells' files.
+
+    Raises ValueError where a finished cell belongs to another race, and where a stage fails.
+    """
+    plan, cells, results = plan_of(config), cells_of(config), Path(config.results)
+    run = run_stage or (lambda script, options: run_script(config.launcher, script, options))
+    todo = [cell for cell in cells if not is_finished(results / f"{cell.name}.json", cell, plan)]
+    if any(cell.seed is not None for cell in todo):
+        common = [*stage_options(config, plan), f"output_dir={config.output_dir}"]
+        run("generate", [*common, *builtin_options(plan), *config.options.generate])
+        run("extract", [*common, *config.options.extract])
+    for number, cell in enumerate(todo, start=1):
+        sys.stderr.write(f"race: {cell.name}, {number} of {len(todo)} cells to do\n")
+        record = run_cell(config, plan, cell, run)
+        write_text(results / f"{cell.name}.json", cell_text(record))
+        show_standings(results)
+    return show_standings(results)
+
+
+def plan_of(config: RaceConfig) -> dict[str, Any]:
+    """What all cells of a race have in common, as JSON values. Raises ValueError on a budget, seeds or names that are
+    none."""
+    minutes, full = config.budget_minutes, asdict(config.full)
+    if not minutes > 0:
+        raise ValueError(f"budget_minutes must be above 0, got {minutes}")
+    if not config.seeds or len(set(config.seeds)) < len(config.seeds):
+        raise ValueError(f"seeds must be one or more different numbers, got {list(config.seeds)}")
+    for name in (*config.trained, *config.untrained):
+        if not re.fullmatch(r"[a-z0-9_-]+", name):
+            raise ValueError(f"trained, untrained: {name!r} becomes a file's name, and may have a-z, 0-9, _ and - only")
+    if shared := config.trained.keys() & config.untrained.keys():
+        raise ValueError(f"trained and untrained share the names {sorted(shared)}")
+    sizes = {name: max(FEWEST[name], round(value * minutes / FULL_MINUTES)) for name, value in full.items()}
+    return {
+        "experiment": config.experiment,
+        "budget_minutes": minutes,
+        **sizes,
+        "num_draft_tokens": config.num_draft_tokens,
+        "target": list(config.target),
+        "options": asdict(config.options),
+    }
+
+
+def cells_of(config: RaceConfig) -> list[Cell]:
+    """Untrained ones first, then seed by seed, so that a race that was ended early compares all drafters. Raises
+    ValueError on the name of none."""
+    known = [*config.untrained, *config.trained]
+    chosen = known if config.drafters is None else config.drafters
+    if unknown := [name for name in chosen if name not in known]:
+        raise ValueError(f"drafters={list(chosen)}: no {', '.join(unknown)}; there are {', '.join(known)}")
+    baselines = [Cell(name, None, (), draft) for name, draft in config.untrained.items()]
+    trained = [Cell(name, seed, tuple(own), None) for seed in config.seeds for name, own in config.trained.items()]
+    return [cell for cell in baselines + trained if cell.drafter in chosen]
+
+
+def is_finished(path: Path, cell: Cell, plan: dict[str, Any]) -> bool:
+    if not path.is_file():
+        return False
+    found = read_json(path)
+    for what, ours, theirs in (("race", plan, found.get("plan")), ("drafter", about(cell), found.get("cell"))):
+        if ours != theirs:
+            raise ValueError(
+                f"{path} is a cell of another {what}: it says {theirs}, this one {ours}. Take another results= (and "
+                "name=) for a new race, or the old options to go on with that one"
+            )
+    return True
+
+
+def about(cell: Cell) -> dict[str, Any]:
+    return {"drafter": cell.drafter, "seed": cell.seed, "options": list(cell.options), "draft": cell.draft}
+
+
+def stage_options(config: RaceConfig, plan: dict[str, Any]) -> list[str]:
+    return [f"experiment={config.experiment}", *plan["target"]]
+
+
+def builtin_options(plan: dict[str, Any]) -> list[str]:
+    return [f"builtin.num_train={plan['num_answers']}", f"builtin.num_heldout={plan['num_prompts']}"]
+
+
+def run_cell(config: RaceConfig, plan: dict[str, Any], cell: Cell, run: RunStage) -> dict[str, Any]:
+    """Its record: what was run, what was measured at every temperature, what training took."""
+    common, folder, draft = stage_options(config, plan), Path(config.output_dir), cell.draft
+    training = None
+    if cell.seed is not None:
+        own = folder / cell.name
+        options = [*common, *cell.options, f"output_dir={own}", f"store={folder / 'store'}", f"seed={cell.seed}"]
+        options += [f"num_steps={plan['num_steps']}", f"model.num_draft_tokens={plan['num_draft_tokens']}"]
+        run("train", [*options, *config.options.train])
+        training, draft = training_of(own / "metrics.jsonl", plan["num_steps"]), str(own / "checkpoints")
+    options = [*common, *builtin_options(plan), f"output_dir={folder}", f"draft={draft}"]
+    run("eval", [*options, f"num_draft_tokens={plan['num_draft_tokens']}", *config.options.eval])
+    report = read_json(folder / "eval" / "report.json")
+    found = next(iter(report["findings"]), None)
+    provenance = read_json(folder / "eval_provenance.json")
+    return {
+        "cell": about(cell),
+        "plan": plan,
+        "trained_parameters": 0 if found is None else found["parameters"],
+        "training": training,
+        "measured": list(measured_of(report)),
+        "alone": alone_of(report),
+        "date": datetime.now(UTC).date().isoformat(),
+        "made_with": {name: provenance[name] for name in ("git_commit", "python", "versions")} | report["machine"],
+    }
+
+
+def training_of(metrics: Path, num_steps: int) -> dict[str, Any]:
+    """`seconds`: of all steps at the median speed of the run, so that neither an interruption nor other work on the
+    machine counts."""
+    lines = [line for line in read_lines(metrics, repair=False) if "seconds_per_step" in line]
+    names = ("loss", "teacher_forced_acceptance_length")
+    last = {name: lines[-1][name] for name in names if name in lines[-1]}
+    return {"num_steps": num_steps, "seconds": num_steps * median(x["seconds_per_step"] for x in lines), "last": last}
+
+
+def measured_of(report: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Of the drafter at every temperature: the report's row without what only a diagnosis needs."""
+    kept = (
+        *("drafter", "target", "temperature", "num_draft_tokens", "slot_layout", "rule", "lossless", "schedule"),
+        *("dtype", "device", "batch_size", "max_new_tokens", "num_prompts", "bonus_counted", "acceptance_length"),
+        *("acceptance_length_interval", "acceptance_length_per_request", "conditional_acceptance"),
+        *("outputs_identical_to_vanilla", "near_tie_divergences", "tokens_per_second", "vanilla_tokens_per_second"),
+    )
+    for row in report["rows"]:
+        if row["drafter"] != "vanilla":
+            domains = {name: part["requests"] for name, part in row["per_domain"].items()}
+            yield {name: row[name] for name in kept} | {"requests": domains}
+
+
+def alone_of(report: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of a round of one request, timed side by side: drafting, verifying, and a token without drafts."""
+    (costs,) = report["round_costs"]
+    (draft,), (verify,) = costs["draft"], costs["verify"]
+    return {"draft_seconds": draft[-1], "verify_seconds": verify[-1], "vanilla_seconds": verify[0]}
+
+
+def run_script(launcher: Sequence[str], script: str, options: Sequence[str]) -> None:
+    """In a process of its own; `launcher`: the words before train.py, none = this Python."""
+    words = list(launcher) if script == "train" and launcher else [sys.executable]
+    command = [*words, str(ROOT / f"{script}.py"), *options]
+    sys.stderr.write(f"race: {' '.join([f'{script}.py', *options])}\n")
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+    if done.returncode != 0:
+        raise ValueError(
+            f"{script}.py ended with status {done.returncode} (its message stands above); finished cells are kept, the "
+            "same command goes on from there"
+        )

@@ -1,0 +1,204 @@
+"""Who leads a race of drafters, by how much, and whether that is real: tables and a picture from the cells' files."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eval.intervals import Interval, percentiles, resampled_over_seeds
+from eval.markdown import aligned, between, number
+from eval.plots import Bar, interval_chart
+from models.files import read_json, write_text
+
+STANDINGS, PICTURE = "standings.md", "standings.svg"
+
+
+@dataclass(frozen=True)
+class Length:
+    """Mean over seeds of the acceptance length (bonus counted, pooled over prompts), with what makes its interval."""
+
+    value: float
+    by_seed: list[float]
+    resamples: NDArray[np.float64]
+
+    @property
+    def interval(self) -> Interval:
+        return percentiles(self.resamples)
+
+
+class Entrant:
+    """All finished cells of one drafter; `stream` numbers it."""
+
+    def __init__(self, name: str, cells: Sequence[Mapping[str, Any]], stream: int) -> None:
+        self.name, self.cells, self.stream = name, cells, stream
+
+    def length(self, temperature: float, domain: str | None = None) -> Length:
+        """Of all domains, or of one."""
+        seeds = []
+        for cell in self.cells:
+            domains = row_at(cell, temperature)["requests"]
+            chosen = [domains[domain]] if domain is not None else list(domains.values())
+            seeds.append(np.array([request for part in chosen for request in part], dtype=float))
+        pooled = [float(requests[:, 0].sum() / requests[:, 1].sum()) for requests in seeds]
+        return Length(mean(pooled), pooled, resampled_over_seeds(seeds, self.stream))
+
+    def alone(self, name: str) -> float:
+        return median(cell["alone"][name] for cell in self.cells)
+
+    @property
+    def training_seconds(self) -> float | None:
+        found = [cell["training"]["seconds"] for cell in self.cells if cell["training"] is not None]
+        return median(found) if found else None
+
+    def speed(self) -> float:
+        """Of one greedy request, as a multiple of decoding without drafts: tokens a round over what a round costs."""
+        round_seconds = self.alone("draft_seconds") + self.alone("verify_seconds")
+        return self.length(0.0).value * self.alone("vanilla_seconds") / round_seconds
+
+
+def row_at(cell: Mapping[str, Any], temperature: float) -> Mapping[str, Any]:
+    return next(row for row in cell["measured"] if row["temperature"] == temperature)
+
+
+def read_cells(folder: Path) -> list[dict[str, Any]]:
+    return [read_json(path) for path in sorted(folder.glob("*.json"))]
+
+
+def cell_text(record: Mapping[str, Any]) -> str:
+    """JSON with a line for every part of a record."""
+    lines = [f"{json.dumps(name)}: {json.dumps(record[name], sort_keys=True)}" for name in sorted(record)]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def show_standings(folder: Path) -> str:
+    """Writes STANDINGS and PICTURE of all cells in `folder`; returns the former."""
+    cells = read_cells(folder)
+    text = standings(cells)
+    write_text(folder / STANDINGS, text)
+    write_text(folder / PICTURE, standings_picture(cells))
+    return text
+
+
+def ranked(cells: Sequence[Mapping[str, Any]]) -> list[Entrant]:
+    """By greedy acceptance length, the longest first."""
+    names = sorted({cell["cell"]["drafter"] for cell in cells})
+    entrants = [
+        Entrant(name, [cell for cell in cells if cell["cell"]["drafter"] == name], stream)
+        for stream, name in enumerate(names)
+    ]
+    return sorted(entrants, key=lambda entrant: -entrant.length(0.0).value)
+
+
+def standings(cells: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: under which conditions, the ranking, every domain, and which neighbours are really apart."""
+    entrants = ranked(cells)
+    parts = [conditions(cells), table(*ranking(entrants))]
+    for temperature in temperatures(cells):
+        parts.append(f"Acceptance length by domain at temperature {temperature:g}, with 95 % intervals:")
+        parts.append(table(*by_domain(entrants, temperature)))
+    parts.append("\n".join(f"- {line}" for line in gaps(entrants)))
+    return "\n\n".join(parts) + "\n"
+
+
+def temperatures(cells: Sequence[Mapping[str, Any]]) -> list[float]:
+    return sorted({row["temperature"] for cell in cells for row in cell["measured"]})
+
+
+def conditions(cells: Sequence[Mapping[str, Any]]) -> str:
+    plan, row = cells[0]["plan"], row_at(cells[0], 0.0)
+    dates = sorted({cell["date"] for cell in cells})
+    seeds = sorted({cell["cell"]["seed"] for cell in cells if cell["cell"]["seed"] is not None})
+    identical = all(row_at(cell, 0.0)["outputs_identical_to_vanilla"] for cell in cells)
+    return (
+        f"Target {row['target']}, {row['dtype']} on {row['device']}; trained drafters: {plan['num_steps']} steps on "
+        f"{plan['num_answers']} answers, seeds {', '.join(map(str, seeds)) or '-'}; {plan['num_draft_tokens']} draft "
+        f"tokens, a chain, lossless rules; {row['num_prompts']} held-out prompts in batches of {row['batch_size']}, at "
+        f"most {row['max_new_tokens']} new tokens; {dates[0] if len(dates) == 1 else f'{dates[0]} to {dates[-1]}'}. "
+        "Acceptance lengths are pooled over rounds, the bonus token counted, and averaged over seeds; intervals (95 %) "
+        "are a bootstrap over prompts and seeds. Greedy outputs are "
+        f"{'identical to vanilla decoding in every cell' if identical else 'NOT identical to vanilla in every cell'}."
+    )
+
+
+def ranking(entrants: Sequence[Entrant]) -> tuple[list[str], list[list[str]]]:
+    length = max(len(row_at(cell, 0.0)["conditional_acceptance"]) for entrant in entrants for cell in entrant.cells)
+    head = ["drafter", "acceptance length, greedy", "seed by seed", *(f"draft {slot + 1}" for slot in range(length))]
+    head += ["trained parameters", "training", "drafting, ms", "speed of one request"]
+    rows = []
+    for entrant in entrants:
+        found, seconds = entrant.length(0.0), entrant.training_seconds
+        parameters = entrant.cells[0]["trained_parameters"]
+        rows.append(
+            [
+                name_of(entrant),
+                f"{found.value:.2f}{between(found.interval)}",
+                " ".join(f"{value:.2f}" for value in found.by_seed) if seconds is not None else "",
+                *(number(value) for value in conditional(entrant, length)),
+                f"{parameters / 1e6:.1f} M" if parameters else "",
+                "" if seconds is None else f"{seconds / 60:.1f} min",
+                f"{1e3 * entrant.alone('draft_seconds'):.0f}",
+                f"{entrant.speed():.2f}x",
+            ]
+        )
+    return head, rows
+
+
+def conditional(entrant: Entrant, length: int) -> list[float | None]:
+    """Of each draft token, mean over seeds: how often it was accepted where those before it were."""
+    found = []
+    for slot in range(length):
+        values = [row_at(cell, 0.0)["conditional_acceptance"][slot : slot + 1] for cell in entrant.cells]
+        known = [value for part in values for value in part if value is not None]
+        found.append(mean(known) if known else None)
+    return found
+
+
+def by_domain(entrants: Sequence[Entrant], temperature: float) -> tuple[list[str], list[list[str]]]:
+    domains = list(row_at(entrants[0].cells[0], temperature)["requests"])
+    rows = []
+    for entrant in entrants:
+        lengths = [entrant.length(temperature, domain) for domain in (None, *domains)]
+        rows.append([name_of(entrant), *(f"{x.value:.2f}{between(x.interval)}" for x in lengths)])
+    return ["drafter", "all", *domains], rows
+
+
+def gaps(entrants: Sequence[Entrant]) -> list[str]:
+    """Of neighbours in the ranking: the difference, paired by prompts, and whether it is real."""
+    lines = []
+    for ours, theirs in pairwise(entrants):
+        mine, others = ours.length(0.0), theirs.length(0.0)
+        interval = percentiles(mine.resamples - others.resamples)
+        is_real = interval.low > 0
+        lines.append(
+            f"{name_of(ours)} against {name_of(theirs)}: {mine.value - others.value:+.2f} ({interval.low:+.2f} to "
+            f"{interval.high:+.2f}) tokens a round, {'a real difference' if is_real else 'which may be chance'}."
+        )
+    return lines
+
+
+def name_of(entrant: Entrant) -> str:
+    """As people write it, with the slot layout of a block drafter."""
+    layout = row_at(entrant.cells[0], 0.0)["slot_layout"]
+    return entrant.name.replace("_", " ") + ("" if layout is None else f" ({layout})")
+
+
+def standings_picture(cells: Sequence[Mapping[str, Any]]) -> str:
+    """Every drafter's acceptance length with its interval, on a ground of its own: pages may be dark."""
+    entrants = ranked(cells)
+    bars = []
+    for entrant in entrants:
+        found = entrant.length(0.0)
+        bars.append(Bar(name_of(entrant), found.value, found.interval, int(entrant.training_seconds is None)))
+    svg = interval_chart("race", "tokens a round, greedy", bars)
+    return re.sub(r"(<svg[^>]*>)", r'\1<rect width="100%" height="100%" fill="#ffffff"/>', svg, count=1) + "\n"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(aligned([head, ["---"] * len(head), *rows]))

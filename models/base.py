@@ -252,6 +252,11 @@ class Drafter(nn.Module, ABC):
     def layer_rows(self, batch: DraftBatch) -> int:
         """Rows that a forward pass over the batch sends through a decoder layer, once for every layer and step."""
 
+    @property
+    def extra_row_bytes(self) -> int:
+        """What a layer keeps of a row for the backward pass, beyond what a plain decoder layer does."""
+        return 0
+
     @abstractmethod
     def start(self, tokens: Tensor, features: Tensor, counts: Tensor, capacity: int) -> DraftState: ...
 

@@ -201,7 +201,7 @@ class BlockDrafter(Drafter):
     def training_flops(self, batch: DraftBatch) -> float:
         spec, host, slots = self.spec, batch.host, self.supervised_slots(batch.host)
         num_rows = len(slots.labels)
-        of_layer = sum(p.numel() for p in self.layers[0].parameters() if p.dim() > 1)
+        of_layer = sum(p.numel() for p in self.layers[0].parameters() if p.dim() == 2)
         size = spec.num_heads * spec.head_dim
         context = 6.0 * num_tokens(host) * self.block_layers()[0].self_attn.context_size
         context += attention_flops(

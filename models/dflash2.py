@@ -107,6 +107,22 @@ class DFlash2(BlockDrafter):
         weight = self.slot_weight(batch)
         return {"tokens": weight, "selector": weight}
 
+    def training_flops(self, batch: DraftBatch) -> float:
+        """With the selector: logits of the candidates, gates and transitions of supervised slots. Kernels are applied
+        by no matrix product."""
+        rows, size = len(self.supervised_slots(batch.host).labels), self.spec.hidden_size
+        rank, candidates = self.config.selector_rank, self.config.selector_top_k
+        of_row = 4.0 * size * candidates + 6.0 * size * rank + 6.0 * rank * candidates
+        if self.config.codebooks is Codebooks.projected:
+            of_row += 4.0 * size * rank * (1 + candidates)
+        return super().training_flops(batch) + rows * of_row
+
+    @property
+    def extra_row_bytes(self) -> int:
+        """Four convolutions keep their kernels and the slots that they shift, two the input of their corrections, in
+        float32."""
+        return 4 * (4 * 2 * self.config.conv_kernel_size + 2) * self.spec.hidden_size
+
     def _selector_loss(
         self,
         hidden: Tensor,  # [R, D]

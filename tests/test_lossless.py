@@ -24,6 +24,9 @@ from models.sampling import Purpose, Sampler, SamplingConfig, probs_from_logits
 from models.target import TargetOutput
 from models.trees import TreePolicy, grow_tree
 from tests import planted_faults as faults
+from tests.conftest import dflash2_config
+from tests.draft_batches import enliven
+from tests.published_files import SPEC
 
 VOCAB_SIZE = 5
 NUM_TOKENS = 4
@@ -125,6 +128,31 @@ class TreeDrafter(BigramDrafter):
         return grow_tree(policy, last, lambda tokens, behind: self.table[tokens], None)
 
 
+class SelectorDrafter(BigramDrafter):
+    """A real DFlash 2 of random weights, fed random features of each token: a walk through three candidates a slot."""
+
+    def __init__(self) -> None:
+        generator, size = torch.Generator().manual_seed(3), SPEC.hidden_size
+        spec = replace(SPEC, vocab_size=VOCAB_SIZE, initializer_range=0.5)
+        config = dflash2_config(num_draft_tokens=self.num_draft_tokens, selector_top_k=3, selector_rank=4)
+        self.drafter = enliven(config.build(spec, target_layer_ids=(1, 2), mask_token_id=4))
+        for parameter in self.drafter.candidate_selector.parameters():
+            parameter.data.mul_(4)  # where a slot stands matters as much as what it is
+        self.drafter.bind(*(torch.randn(VOCAB_SIZE, size, generator=generator) for _ in range(2)))
+        self.features = torch.randn(VOCAB_SIZE, 2 * size, generator=generator)
+
+    def start(self, tokens: Tensor, features: Tensor, counts: Tensor, capacity: int) -> Any:
+        return self.drafter.start(tokens, self.features[tokens], counts, capacity)
+
+    def advance(self, state: Any, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+        self.drafter.advance(state, tokens, self.features[tokens], counts)
+
+    def propose(self, state: Any, last: Tensor, sampler: Sampler, num_draft_tokens: int) -> Proposal:
+        found = self.drafter.propose(state, last, sampler, num_draft_tokens)
+        before = torch.cat((last[:, None], found.tokens[:, :-1]), dim=1)
+        return replace(found, confidence=CONFIDENCES[before])
+
+
 DRAFTERS: dict[str, Callable[[], BigramDrafter]] = {
     "other": lambda: BigramDrafter(OTHER_LOGITS),
     "flat": lambda: BigramDrafter(torch.zeros_like(OTHER_LOGITS)),
@@ -133,6 +161,7 @@ DRAFTERS: dict[str, Callable[[], BigramDrafter]] = {
     "top3": lambda: BigramDrafter(OTHER_LOGITS, "top3"),
     "parallel": lambda: ParallelDrafter(OTHER_LOGITS),
     "tree": lambda: TreeDrafter(OTHER_LOGITS),
+    "dflash2": SelectorDrafter,
 }
 
 
@@ -252,8 +281,30 @@ def test_emitted_sequences_follow_the_target(options: str, drafter: str) -> None
     assert p_value(DRAFTERS[drafter](), config_of(**CONFIGS[options]), num_rows=100_000) > PASSES
 
 
+@pytest.mark.parametrize("options", ["ratio", "top_p"])
+def test_what_a_path_selector_drafts_follows_the_target(options: str) -> None:
+    assert p_value(SelectorDrafter(), config_of(**CONFIGS[options]), num_rows=20_000) > PASSES
+
+
+class ForgetfulSelector(SelectorDrafter):
+    """Reports what it would have drawn from had every slot stood behind the newest token."""
+
+    def propose(self, state: Any, last: Tensor, sampler: Sampler, num_draft_tokens: int) -> Proposal:
+        drafter, walk = self.drafter, super().propose(state, last, sampler, num_draft_tokens)
+        states, ids = drafter.propose_states(state, last, num_draft_tokens), walk.candidate_ids
+        assert ids is not None
+        unary = drafter.logits(states).gather(-1, ids)
+        gates = drafter.candidate_selector.gate(states)
+        slots = [drafter._transitions(gates[:, slot], last, ids[:, slot]) for slot in range(num_draft_tokens)]
+        return replace(walk, probs=sampler.probs(unary + torch.stack(slots, 1)))
+
+
+def test_a_path_whose_probabilities_forget_where_it_came_from_is_seen() -> None:
+    assert p_value(ForgetfulSelector(), config_of(), num_rows=20_000) < FAILS
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "tree"])
+@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name not in ("tree", "dflash2")])
 @pytest.mark.parametrize("options", CONFIGS)
 def test_emitted_sequences_follow_the_target_under_every_option(options: str, drafter: str) -> None:
     assert p_value(DRAFTERS[drafter](), config_of(**CONFIGS[options]), num_rows=100_000) > PASSES

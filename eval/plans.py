@@ -17,7 +17,7 @@ from models.sampling import SamplingConfig
 from models.target import TargetConfig
 from models.trees import TreePolicy
 
-MAIN, EXTRA, CALIBRATING, RACE = "main", "extra", "calibration", "race"  # sets of prompts
+MAIN, EXTRA, CALIBRATING, REPLAY = "main", "extra", "calibration", "replay"  # sets of prompts
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class PassPlan:
         limits = {EXTRA: config.extra_max_new_tokens, CALIBRATING: config.calibrate.max_new_tokens}
         return DecodeConfig(
             max_new_tokens=limits.get(self.task_set, config.max_new_tokens),
-            batch_size=1 if self.task_set == RACE else config.batch_size,
+            batch_size=1 if self.task_set == REPLAY else config.batch_size,
             num_draft_tokens=self.num_draft_tokens,
             rule=self.rule,
             schedule=self.schedule,
@@ -89,7 +89,7 @@ class PassPlan:
             stop_strings=tuple(config.stop_strings),
             tree=tree,
             cuda_graphs=config.cuda_graphs,
-            diagnose=self.task_set != RACE,  # that one is looked at for its speed
+            diagnose=self.task_set != REPLAY,  # that one is looked at for its speed
             round_at_the_limit=config.protocol is Protocol.deepspec,
         )
 
@@ -124,11 +124,11 @@ def main_plans(
             yield PassPlan(other, temperature, length_of(config, other), schedule_of(other), config.rule, MAIN)
 
 
-def race_plans(plans: Sequence[PassPlan]) -> list[PassPlan]:
+def replay_plans(plans: Sequence[PassPlan]) -> list[PassPlan]:
     """Of every subject once, as it is measured first, with `schedule=fixed`."""
     found = first_of_each((plan for plan in plans if plan.task_set == MAIN), lambda plan: plan.subject.name)
     return [
-        PassPlan(p.subject, p.temperature, p.num_draft_tokens, FIXED, p.rule, RACE, p.lossy_threshold) for p in found
+        PassPlan(p.subject, p.temperature, p.num_draft_tokens, FIXED, p.rule, REPLAY, p.lossy_threshold) for p in found
     ]
 
 

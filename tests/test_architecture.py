@@ -15,7 +15,7 @@ ALLOWED = {
     "train": {"models", "data", "train"},
     "eval": {"models", "data", "eval"},
 }
-SCRIPTS = ["generate.py", "extract.py", "train.py", "eval.py", "export.py"]
+SCRIPTS = ["generate.py", "extract.py", "train.py", "eval.py", "export.py", "race.py"]
 SOURCES = [path for package in ALLOWED for path in sorted((ROOT / package).rglob("*.py"))]
 
 

@@ -235,7 +235,13 @@ def test_eval_measures_a_running_llama_cpp(
     write_target(tiny_target, tmp_path / "target.gguf", end_token_id=tiny_target.spec.eos_token_ids[0])
     export_drafter(tiny_dspark, tmp_path, engine=Engine.gguf, dtype=torch.float32, card="")
     asked = [f"draft={tmp_path / 'drafter'}", f"output_dir={tmp_path}", f"tasks=[{prompts_file}]", "num_prompts=12"]
-    asked += [f"max_new_tokens={NUM_TOKENS}", "baselines=[]", "race=null", "check_transformers=0", "temperature=[0,1]"]
+    asked += [
+        f"max_new_tokens={NUM_TOKENS}",
+        "baselines=[]",
+        "replay=null",
+        "check_transformers=0",
+        "temperature=[0,1]",
+    ]
     served = tmp_path / "target.gguf", tmp_path / "dspark.gguf"
     with running(*served, num_draft_tokens=NUM_DRAFT_TOKENS) as url:
         script("eval", *asked, "batch_size=1", f"server={url}")

@@ -11,13 +11,15 @@ from eval.decode import decode
 from eval.subject import is_language_model, load_subject
 from eval.verify import Rule
 from models.checkpoint import save_drafter
-from models.independent import IndependentDrafter
+from models.independent import IndependentDrafter, first_layers
 from models.target import Target, TargetConfig, TargetIdentity, load_tokenizer
 from tests.chains import lively_eagle3
 from tests.conftest import build_dspark
 from tests.draft_batches import greedy_sampler, lively_dspark
 from tests.draft_checks import IDENTITY
 from tests.test_decode import GREEDY, SAMPLED, K, config_of, texts
+
+TINY = TargetIdentity("tiny", "", "")
 
 
 @pytest.fixture
@@ -101,6 +103,53 @@ def test_a_state_after_accepted_rounds_is_that_of_a_fresh_start(
     check_state(tiny_target, make[kind](), [[5, 6, 7, 8], [9, 3, 2, 7]])
 
 
+@torch.inference_mode()
+def test_first_layers_give_the_features_behind_them_to_norm_and_head(tiny_target: Target) -> None:
+    """And the target itself keeps all of its layers."""
+    tokens, last = torch.tensor([[5, 6, 7, 8, 9]]), tiny_target.spec.num_layers - 1
+    before = tiny_target.forward_whole(tokens).hidden
+    for depth in range(1, last + 1):
+        cut = first_layers(tiny_target, depth)
+        behind = tiny_target.capturing((depth - 1,)).forward_whole(tokens).features
+        assert torch.equal(cut.forward_whole(tokens).hidden, tiny_target.backbone.norm(behind))
+        cached = cut.forward(tokens, cut.new_cache(1, 8)).hidden
+        torch.testing.assert_close(cached, tiny_target.backbone.norm(behind), rtol=1e-5, atol=1e-5)
+    assert torch.equal(tiny_target.forward_whole(tokens).hidden, before)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_first_layers_draft_without_changing_what_comes_out(
+    tiny_target: Target, tiny_target_config: TargetConfig, tiny_prompts: list[list[int]], sampling: Any
+) -> None:
+    """By the match rule the vanilla sample; the deeper they are, the more is accepted."""
+    vanilla = decode(tiny_target, None, tiny_prompts, config_of(sampling=sampling)).generations
+    accepted = []
+    for depth in (1, tiny_target.spec.num_layers - 1):
+        subject = load_subject(f"first_layers:{depth}", tiny_target_config, TINY, torch.device("cpu"))
+        subject.bind(tiny_target)
+        config = config_of(sampling=sampling, rule=Rule.match, num_draft_tokens=subject.drafter.num_draft_tokens)
+        found = decode(tiny_target, subject.drafter, tiny_prompts, config).generations
+        assert texts(found) == texts(vanilla)
+        accepted.append(sum(r.accepted for g in found for r in g.rounds) / sum(len(g.rounds) for g in found))
+    assert accepted[0] < accepted[1]
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        ("first_layers:0", r"draft=first_layers:0 needs some of the target's layers, not all: 1\.\."),
+        ("first_layers:99", r"draft=first_layers:99 needs some of the target's layers, not all: 1\.\."),
+        ("first_layers:half", r"draft=first_layers:half: a number of layers must stand behind the colon"),
+        ("first_layers:", r"draft=first_layers:: a number of layers must stand behind the colon"),
+    ],
+)
+def test_a_depth_that_the_target_does_not_have_is_named(
+    tiny_target_config: TargetConfig, draft: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_subject(draft, tiny_target_config, TINY, torch.device("cpu"))
+
+
 def test_a_folder_of_a_causal_lm_is_one_and_a_drafter_is_not(
     tiny_target: Target, tiny_target_config: TargetConfig, tmp_path: Path
 ) -> None:
@@ -112,8 +161,7 @@ def test_a_folder_of_a_causal_lm_is_one_and_a_drafter_is_not(
 
 
 def test_a_draft_model_is_loaded_by_its_folder(tiny_target_config: TargetConfig) -> None:
-    identity = TargetIdentity("tiny", "", "")
-    subject = load_subject(tiny_target_config.path, tiny_target_config, identity, torch.device("cpu"))
+    subject = load_subject(tiny_target_config.path, tiny_target_config, TINY, torch.device("cpu"))
     assert subject.name == "independent" and subject.layer_ids == () and len(subject.fingerprint) == 64
     assert isinstance(subject.drafter, IndependentDrafter)
 
@@ -126,4 +174,4 @@ def test_a_draft_model_of_another_tokenizer_is_refused(tiny_target_config: Targe
     tokenizer.add_tokens(["another"])
     tokenizer.save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match=r"draft=.*other has another tokenizer than target=tiny"):
-        load_subject(str(tmp_path / "other"), tiny_target_config, TargetIdentity("tiny", "", ""), torch.device("cpu"))
+        load_subject(str(tmp_path / "other"), tiny_target_config, TINY, torch.device("cpu"))

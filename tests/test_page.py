@@ -20,7 +20,7 @@ from tests.test_scripts import Script, prompts_file, script  # noqa: F401 (fixtu
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PHONE, DESKTOP = ViewportSize(width=380, height=800), ViewportSize(width=1280, height=900)
-SECTIONS = ["result", "race", "positions", "tasks", "why", "lossless", "speed", "confidence", "words"]
+SECTIONS = ["result", "replay", "positions", "tasks", "why", "lossless", "speed", "confidence", "words"]
 
 
 @pytest.fixture(scope="module")
@@ -137,8 +137,8 @@ def test_it_says_what_the_report_holds(browser: Browser, run: Path) -> None:
     assert altered[0] is None and all(f"{value:.1%}" in text for value in altered[1:])
 
 
-def test_the_race_replays_at_measured_speed(browser: Browser, run: Path) -> None:
-    lanes = read_json(run / "report.json")["race"]["lanes"]
+def test_one_prompt_is_replayed_at_measured_speed(browser: Browser, run: Path) -> None:
+    lanes = read_json(run / "report.json")["replay"]["lanes"]
     page, trouble = opened(browser, run / "report.html", DESKTOP, "light")
     texts = page.locator(".lane .text").all_inner_texts()
     assert len(texts) == len(lanes) == 4 and len(set(texts)) == 1, "greedy and lossless: one text"
@@ -168,9 +168,9 @@ def test_it_prints(browser: Browser, run: Path, tmp_path: Path) -> None:
 def test_what_prompts_and_models_say_is_text_and_not_markup(run: Path) -> None:
     report = read_json(run / "report.json")
     evil = "<script>$alert(1)$</script>"
-    report["race"]["question"] = report["comparisons"][0]["other"] = evil
+    report["replay"]["question"] = report["comparisons"][0]["other"] = evil
     report["missing_tasks"] = [evil]
-    report["race"]["lanes"][0]["steps"][0]["tokens"][0][0] = evil
+    report["replay"]["lanes"][0]["steps"][0]["tokens"][0][0] = evil
     report["rows"][1]["drafter"] = evil  # in pictures, too
     page = render_page(report)
     assert evil not in page and page.count("&lt;script&gt;$alert(1)$") >= 6
@@ -183,6 +183,6 @@ def test_a_report_of_plain_decoding_alone_is_a_page_too(
     tmp_path: Path,
 ) -> None:
     common = [f"output_dir={tmp_path}", "draft=vanilla", f"tasks=[{prompts_file}]", "num_prompts=2", "max_new_tokens=4"]
-    script("eval", *common, "race=null", "check_transformers=0")
+    script("eval", *common, "replay=null", "check_transformers=0")
     page, trouble = opened(browser, tmp_path / "eval" / "report.html", PHONE, "light")
     assert "No lossless drafter was measured" in page.inner_text("main") and not trouble

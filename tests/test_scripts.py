@@ -374,7 +374,7 @@ def test_a_missing_target_folder_is_named(fails: Callable[..., str], tmp_path: P
     [
         (["lossy_sweep=[0.3]", "temperature=0"], "lossy_sweep=[0.3] needs a temperature above 0"),
         (["lossy_sweep=[0.3,2]", "temperature=1"], "lossy_sweep=[0.3, 2.0]: 2.0 must be in (0, 1]"),
-        (["race=2"], "race=2 must be null or a measured prompt, 0..1"),
+        (["replay=2"], "replay=2 must be null or a measured prompt, 0..1"),
     ],
 )
 def test_sweeps_and_races_that_cannot_be_are_refused(

@@ -83,7 +83,7 @@ def test_eval_py_puts_a_server_into_its_reports(
     script: Script, prompts_file: Path, fake: Callable[..., FakeEngine], folder: Path, tmp_path: Path
 ) -> None:
     common = [f"draft={folder}", f"output_dir={tmp_path}", f"tasks=[{prompts_file}]", "num_prompts=6", "batch_size=1"]
-    common += [f"max_new_tokens={LIMIT}", "baselines=[]", "race=null", "check_transformers=0"]
+    common += [f"max_new_tokens={LIMIT}", "baselines=[]", "replay=null", "check_transformers=0"]
     with running(fake("vLLM")) as url:
         shown = script("eval", *common, f"server={url}")
     (row,) = read_json(tmp_path / "eval" / "report.json")["server"]["rows"]

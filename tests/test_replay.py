@@ -1,9 +1,9 @@
-"""A race holds every token of an output once, when it came and where it came from."""
+"""A replay holds every token of an output once, when it came and where it came from."""
 
 import pytest
 
 from eval.decode import decode
-from eval.race import pieces, race_of, steps_of
+from eval.replay import pieces, replay_of, steps_of
 from eval.rounds import Generation, Round
 from eval.stats import Pass
 from models.dspark import DSpark
@@ -51,8 +51,8 @@ def test_a_lane_of_real_decoding_has_the_outputs_text_at_rising_times(
     result = decode(target, tiny_dspark if with_drafter else None, tiny_prompts[:1], config)
     about = {"drafter": "x", "temperature": 0.0, "num_draft_tokens": 4}
     measured = Pass(**vars(result), about=about, domains=["a"], prompts=tiny_prompts[:1])
-    race = race_of([measured], "count", tokenizer)
-    (lane,) = race["lanes"]
+    replay = replay_of([measured], "count", tokenizer)
+    (lane,) = replay["lanes"]
     tokens = result.generations[0].tokens
     assert sum(len(step["tokens"]) for step in lane["steps"]) == len(tokens) == lane["num_tokens"]
     text = "".join(piece for step in lane["steps"] for piece, _ in step["tokens"])

@@ -1,4 +1,4 @@
-"""One prompt decoded alone by every drafter, tokens with the times they came at: a race that can be replayed."""
+"""One prompt decoded alone by every drafter, tokens with the times they came at, to be replayed."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from eval.rounds import Generation
 from eval.stats import Pass
 
 
-def race_of(passes: Sequence[Pass], question: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def replay_of(passes: Sequence[Pass], question: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """JSON values: the question, and a lane for each pass over that one prompt. A lane's steps are (seconds since the
     request was taken, [text, whether the drafter had it] of every token that came then)."""
     lanes = []

@@ -1,0 +1,222 @@
+"""A race of drafters: equal conditions in every cell, each cell done once, and the same result however it was ended."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from eval.cells import FULL_MINUTES, RaceConfig, cells_of, is_finished, plan_of, run_race, run_script
+from models.config import to_dataclass
+from models.files import read_json
+from models.target import TargetConfig
+from tests.test_conf import CONF, compose_and_type, load_script
+from tests.test_scripts import Script, prompts_file, script  # noqa: F401 (fixtures)
+
+load_script("race")  # registers its schema
+TRAINED = ["dspark_vanilla", "dflash2"]
+
+
+def configured(*overrides: str) -> RaceConfig:
+    with initialize_config_dir(str(CONF), version_base=None):
+        return to_dataclass(RaceConfig, compose("race", list(overrides)), section="race")
+
+
+@pytest.fixture
+def tiny_race(tmp_path: Path, prompts_file: Path) -> RaceConfig:
+    """Two trained drafters with two seeds each and two untrained ones, on a tiny target."""
+    config = configured("drafters=[ngram,first_10_layers,dspark_vanilla,dflash2]", "seeds=[1,2]", "num_draft_tokens=3")
+    config.output_dir, config.results, config.budget_minutes = str(tmp_path), str(tmp_path / "results"), 12
+    config.untrained["first_10_layers"] = "first_layers:2"
+    config.options.generate = [f"prompts={prompts_file}", "max_new_tokens=20", "batch_size=8"]
+    config.options.extract = ["feature_dtype=float32"]
+    config.options.train = ["model.num_layers=1"]
+    config.options.eval = [f"tasks=[{prompts_file}]", "num_prompts=6", "max_new_tokens=16", "batch_size=6"]
+    return config
+
+
+class Stages:
+    """Runs stages in this process, notes them, and ends the race in the place of stage number `last`."""
+
+    def __init__(self, script: Script, last: int | None = None) -> None:
+        self.script, self.last, self.ran = script, last, list[tuple[str, Sequence[str]]]()
+
+    def __call__(self, name: str, options: Sequence[str]) -> None:
+        if len(self.ran) == self.last:
+            raise KeyboardInterrupt
+        self.ran.append((name, options))
+        self.script(name, *options)
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.ran]
+
+
+def without_times(folder: Path) -> dict[str, Any]:
+    """Of every cell what does not depend on how fast it went."""
+    found = {}
+    for path in folder.glob("*.json"):
+        record = read_json(path)
+        rows = [{k: v for k, v in row.items() if not k.endswith("per_second")} for row in record["measured"]]
+        last = None if record["training"] is None else record["training"]["last"]
+        found[path.name] = [record["cell"], record["plan"], record["trained_parameters"], rows, last]
+    return found
+
+
+def test_a_race_trains_and_measures_every_cell_alike_and_goes_on_where_it_was_ended(
+    script: Script, tiny_race: RaceConfig, tmp_path: Path
+) -> None:
+    whole = Stages(script)
+    shown = run_race(tiny_race, whole)
+    results = Path(tiny_race.results)
+    cells = [path.stem for path in results.glob("*.json")]
+    assert sorted(cells) == sorted(
+        ["ngram", "first_10_layers", *(f"{name}_seed{seed}" for name in TRAINED for seed in (1, 2))]
+    )
+    assert whole.names == ["generate", "extract", "eval", "eval", *["train", "eval"] * 4]
+    records = {name: read_json(results / f"{name}.json") for name in cells}
+    assert len({json.dumps(record["plan"], sort_keys=True) for record in records.values()}) == 1
+    for name, record in records.items():
+        greedy, sampled = record["measured"]
+        assert (greedy["temperature"], sampled["temperature"], greedy["num_draft_tokens"]) == (0.0, 1.0, 3)
+        assert greedy["outputs_identical_to_vanilla"] and greedy["lossless"] and sampled["lossless"]
+        assert sum(len(part) for part in greedy["requests"].values()) == 6
+        tokens, rounds = (sum(r[i] for part in greedy["requests"].values() for r in part) for i in (0, 1))
+        assert tokens / rounds == greedy["acceptance_length"]
+        assert all(seconds >= 0 for seconds in record["alone"].values()) and record["alone"]["vanilla_seconds"] > 0
+        assert (record["training"] is None) == (not record["trained_parameters"]) == ("seed" not in name)
+        if record["training"] is not None:
+            lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+            assert lines[-1]["step"] == record["training"]["num_steps"] == record["plan"]["num_steps"] == 45
+            assert record["training"]["last"]["loss"] == lines[-1]["loss"]
+    assert shown == (results / "standings.md").read_text() and "dflash2 (in_place)" in shown
+    assert "identical to vanilla decoding in every cell" in shown and "NOT" not in shown
+
+    # Ended in the second training and once more in a measurement, then left to itself.
+    copy = replace(tiny_race, output_dir=str(tmp_path / "again"), results=str(tmp_path / "again" / "results"))
+    ran = []
+    for last in (6, 1, None):
+        stages = Stages(script, last)
+        try:
+            run_race(copy, stages)
+        except KeyboardInterrupt:
+            assert last is not None
+        ran.append(stages.names)
+    assert ran[0] == ["generate", "extract", "eval", "eval", "train", "eval"]
+    assert ran[1] == ["generate"] and ran[2] == ["generate", "extract", *["train", "eval"] * 3]
+    assert without_times(Path(copy.results)) == without_times(results)
+    nothing = Stages(script)
+    run_race(copy, nothing)
+    assert nothing.names == []
+
+
+def test_a_cell_of_another_race_is_refused_and_left_alone(
+    script: Script, tiny_race: RaceConfig, tmp_path: Path
+) -> None:
+    tiny_race.drafters = ["ngram"]
+    run_race(tiny_race, Stages(script))
+    path = Path(tiny_race.results) / "ngram.json"
+    before, stages = path.read_bytes(), Stages(script)
+    for changed, said in (
+        (replace(tiny_race, budget_minutes=24), "budget_minutes: 12.* there, 24.* here; num_steps: 45 there, 90 here"),
+        (replace(tiny_race, num_draft_tokens=2), "num_draft_tokens: 3 there, 2 here"),
+        (replace(tiny_race, untrained={"ngram": "vanilla"}), "draft: ngram there, vanilla here"),
+    ):
+        with pytest.raises(ValueError, match=rf"ngram\.json is a cell of another race \({said}.*take another name="):
+            run_race(changed, stages)
+    assert path.read_bytes() == before and not stages.ran
+    (cell,) = cells_of(tiny_race)
+    with pytest.raises(ValueError, match=r"options: \[\] there, \['seed=3'\] here"):
+        is_finished(path, replace(cell, options=("seed=3",)), plan_of(tiny_race))
+    elsewhere = replace(tiny_race, budget_minutes=24, results=str(tmp_path / "other"))
+    with pytest.raises(ValueError, match=r"plan\.json says that this folder holds another race .*take another name="):
+        run_race(elsewhere, stages)
+    assert not stages.ran and not (tmp_path / "other").exists()
+
+
+def test_a_budget_scales_steps_answers_and_prompts_and_nothing_else() -> None:
+    full, half = configured(f"budget_minutes={FULL_MINUTES}"), configured(f"budget_minutes={FULL_MINUTES / 2}")
+    scaled = {name: value for name, value in plan_of(half).items() if value != plan_of(full)[name]}
+    assert scaled == {"budget_minutes": 60.0, **{name: value // 2 for name, value in asdict(full.full).items()}}
+    assert plan_of(configured("budget_minutes=0.01"))["num_steps"] >= 1
+    assert cells_of(half) == cells_of(full)
+
+
+def test_a_race_has_every_drafter_and_every_head_with_every_seed() -> None:
+    """And a race that is ended early has compared all of them with one seed before any has a second."""
+    cells = cells_of(configured())
+    trained = [cell for cell in cells if cell.seed is not None]
+    names = ["eagle3", "dflash", "dspark_vanilla", "dspark_gated", "dspark_rnn", "dflash2"]
+    assert [(cell.drafter, cell.seed) for cell in trained] == [(name, seed) for seed in (1, 2, 3) for name in names]
+    assert {cell.draft for cell in cells if cell.seed is None} == {"ngram", "first_layers:10", "first_layers:27"}
+
+
+def test_all_drafters_train_under_equal_conditions() -> None:
+    """Their configs differ in the drafter alone, which has one layer and a sample of the vocabulary each."""
+    composed = {}
+    for name, options in configured().trained.items():
+        node = compose_and_type("train", ["experiment=race", *options])
+        model = node.pop("model")
+        assert model.sampled_vocabulary == 3000 and model.get("num_layers", 1) == 1, name
+        composed[name] = OmegaConf.to_container(node)
+    assert all(found == composed["eagle3"] for found in composed.values())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["budget_minutes=0"], r"budget_minutes must be above 0, got 0"),
+        (["seeds=[]"], r"seeds must be one or more different numbers, got \[\]"),
+        (["seeds=[1,1]"], r"seeds must be one or more different numbers, got \[1, 1\]"),
+        (["drafters=[medusa]"], r"drafters=\['medusa'\]: no medusa; there are ngram, .*dflash2"),
+        (["drafters=[]"], r"drafters=\[\]: none is left to race"),
+        (["+untrained.Ngram=ngram"], r"'Ngram' becomes a file's name"),
+        (["+untrained.dflash=ngram"], r"trained and untrained share the names \['dflash'\]"),
+    ],
+)
+def test_options_that_make_no_race_are_named(overrides: list[str], message: str) -> None:
+    stages: list[Any] = []
+    with pytest.raises(ValueError, match=message):
+        run_race(configured(*overrides), lambda *stage: stages.append(stage))
+    assert not stages
+
+
+def test_a_stage_that_fails_is_named_and_leaves_no_cell(tmp_path: Path) -> None:
+    """By the real script: the draft does not exist."""
+    config = configured("drafters=[ngram]", f"output_dir={tmp_path}")
+    config.untrained["ngram"] = str(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"eval\.py ended with status 2 .*the same command goes on from there"):
+        run_race(config)
+    assert not list(Path(config.results).glob("*.json"))
+
+
+@pytest.mark.slow
+def test_race_py_races_all_drafters_in_a_tiny_budget(
+    tiny_target_config: TargetConfig, prompts_file: Path, tmp_path: Path
+) -> None:
+    """The script itself with processes of its own, every drafter, then once more, which runs nothing."""
+    target = [f"target.path={tiny_target_config.path}", f"target.mask_token_id={tiny_target_config.mask_token_id}"]
+    target += ["target=custom", "target.name=tiny", "target.dtype=float32", "target.layer_ids=[0,1,2]"]
+    asked = [f"output_dir={tmp_path}", "budget_minutes=2", "seeds=[1]", f"target={listed(*target)}"]
+    asked += ["untrained.first_10_layers=first_layers:1", "untrained.first_27_layers=first_layers:3"]
+    asked.append(f"options.generate={listed(f'prompts={prompts_file}', 'max_new_tokens=20')}")
+    asked.append(f"options.eval={listed(f'tasks=[{prompts_file}]', 'num_prompts=4', 'max_new_tokens=12')}")
+    run_script([], "race", asked)
+    results = tmp_path / "results"
+    first = {path.name: path.stat().st_mtime_ns for path in results.glob("*.json")}
+    assert len(first) == 9
+    shown = (results / "standings.md").read_text()
+    assert all(name in shown for name in ("eagle3", "dspark rnn", "dflash2 (in_place)", "first 27 layers", "ngram"))
+    shutil.rmtree(tmp_path / "store")
+    run_script([], "race", asked)
+    assert {path.name: path.stat().st_mtime_ns for path in results.glob("*.json")} == first
+
+
+def listed(*options: str) -> str:
+    """As Hydra reads a list of texts."""
+    return "[" + ",".join(f"'{option}'" for option in options) + "]"

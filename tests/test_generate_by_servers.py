@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -311,8 +311,16 @@ def test_a_stop_request_drops_chats_that_wait_and_says_how_to_go_on(
     assert "asked to stop after 0 of 10; the same command goes on from there" in caplog.text
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell starts what runs behind `&` with SIGINT ignored, tests among it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_an_interrupt_keeps_what_is_on_its_way(
-    serve: Callable[..., ChatServer], tiny_target: Target, tmp_path: Path
+    serve: Callable[..., ChatServer], tiny_target: Target, tmp_path: Path, interruptible: None
 ) -> None:
     def slow(body: Body, number: int) -> Body:
         time.sleep(0.1)

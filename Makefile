@@ -24,7 +24,7 @@ test: $(VENV)/installed  ## the fast tests, offline, under 6 minutes on two core
 	$(BIN)/pytest --numprocesses logical --dist loadfile -m "not slow and not gpu and not engine and not vllm"
 
 test-slow: $(VENV)/installed  ## kill loops, launcher matrix, statistics in full; writes outputs/slow.json
-	$(BIN)/pytest -m "slow and not gpu and not engine and not vllm" --slow-report outputs/slow.json
+	$(BIN)/pytest --numprocesses logical --dist loadfile -m "slow and not gpu and not engine and not vllm" --slow-report outputs/slow.json
 
 test-engines: $(VENV)/engines  ## exported drafters served by llama.cpp against our own runtime
 	$(BIN)/pytest -m "engine and not gpu"

@@ -1,7 +1,7 @@
 """Checkpoints of every format in which one tensor or field is damaged: refused by its name, never read otherwise."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,12 @@ DAMAGES: dict[str, Callable[[Tensor], Tensor | None]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+def some_slow(names: Iterable[str], *, fast: Sequence[str]) -> list[Any]:
+    """All kinds of damage, thousands of loads in all: in every run those of `fast`."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("damage", some_slow(DAMAGES, fast=("missing", "turned")))
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_damaged_tensor_is_refused_by_name(tmp_path: Path, kind: str, damage: str) -> None:
     config, tensors = FORMATS[kind](tmp_path)
@@ -159,7 +164,7 @@ VALUES: dict[str, Any] = {"missing": ..., "null": None, "text": "wrong", "below 
 ABSENT = {("classic eagle3", "rope_theta")}
 
 
-@pytest.mark.parametrize("damage", VALUES)
+@pytest.mark.parametrize("damage", some_slow(VALUES, fast=("missing", "null")))
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_damaged_field_is_refused_by_name_or_changes_nothing(tmp_path: Path, kind: str, damage: str) -> None:
     """A field that is only described, like dtype, may hold anything."""

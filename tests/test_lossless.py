@@ -269,7 +269,8 @@ def test_the_loop_follows_the_target_under_some_settings(cell: tuple[Any, ...]) 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", COVERING, ids=named)
 def test_the_loop_follows_the_target_under_every_pair_of_settings(cell: tuple[Any, ...]) -> None:
-    assert cell_p_value(cell, num_rows=2_500) > PASSES / len(COVERING)
+    """Of a real network fewer: one request at a time takes a second for a hundred of them."""
+    assert cell_p_value(cell, num_rows=500 if cell[1] == "dflash2" else 2_500) > PASSES / len(COVERING)
 
 
 FEW = [("ratio", "other"), ("top_p", "top3")]

@@ -4,6 +4,7 @@ A cell is one drafter with one seed. Its file is written when it is finished, so
 does the rest when it is started again. Stages are the root scripts, as anyone would call them.
 """
 
+import math
 import re
 import subprocess
 import sys
@@ -21,6 +22,9 @@ from models.files import read_json, write_json, write_text
 ROOT = Path(__file__).parents[1]
 PLAN = "plan.json"  # in the run folder
 FULL_MINUTES = 120.0
+# What makes drafters comparable, whatever `options.eval` says.
+FAIR = ("temperature=[0,1]", "rule=ratio", "lossy_sweep=[]", "schedule=fixed", "gate=false", "tree.num_nodes=null")
+FAIR += ("baselines=[]", "compare=[]", "cost_loads=[1]")
 FEWEST = {"num_steps": 2, "num_answers": 16, "num_prompts": 4}
 
 # a root script's name and its options
@@ -85,16 +89,19 @@ def run_race(config: RaceConfig, run_stage: RunStage | None = None) -> str:
 
     Raises ValueError where a finished cell or the run folder belongs to another race, and where a stage fails.
     """
-    plan, cells, results = plan_of(config), cells_of(config), Path(config.results)
+    plan, cells, folder, results = plan_of(config), cells_of(config), Path(config.output_dir), Path(config.results)
+    if results.resolve() == folder.resolve():
+        raise ValueError(f"results={results} must be another folder than output_dir, which holds other JSON files")
     run = run_stage or (lambda script, options: run_script(config.launcher, script, options))
-    todo = [cell for cell in cells if not is_finished(results / f"{cell.name}.json", cell, plan)]
+    finished = finished_cells(results, cells, plan)
+    todo = [cell for cell in cells if cell.name not in finished]
     if todo:
-        claim_folder(Path(config.output_dir), plan)
-    if any(cell.seed is not None for cell in todo):
-        common = [*stage_options(config, plan), f"output_dir={config.output_dir}"]
-        run("generate", [*common, *builtin_options(plan), *config.options.generate])
-        run("extract", [*common, *config.options.extract])
+        claim_folder(folder, plan)
+    has_data = False
     for number, cell in enumerate(todo, start=1):
+        if cell.seed is not None and not has_data:
+            make_data(config, plan, run)
+            has_data = True
         sys.stderr.write(f"race: {cell.name}, {number} of {len(todo)} cells to do\n")
         record = run_cell(config, plan, cell, run)
         write_text(results / f"{cell.name}.json", cell_text(record))
@@ -102,12 +109,23 @@ def run_race(config: RaceConfig, run_stage: RunStage | None = None) -> str:
     return show_standings(results)
 
 
+def make_data(config: RaceConfig, plan: dict[str, Any], run: RunStage) -> None:
+    """Answers and features that all trained drafters learn from."""
+    common, own = stage_options(plan), [f"output_dir={config.output_dir}"]
+    run("generate", [*common, *config.options.generate, *builtin_options(plan), *own])
+    run("extract", [*common, *config.options.extract, *own])
+
+
 def plan_of(config: RaceConfig) -> dict[str, Any]:
     """What all cells of a race have in common, as JSON values. Raises ValueError on a budget, seeds or names that are
     none."""
     minutes, full = config.budget_minutes, asdict(config.full)
-    if not minutes > 0:
-        raise ValueError(f"budget_minutes must be above 0, got {minutes}")
+    if not 0 < minutes < math.inf:
+        raise ValueError(f"budget_minutes must be above 0 and finite, got {minutes}")
+    numbers = {"num_draft_tokens": config.num_draft_tokens, **{f"full.{name}": value for name, value in full.items()}}
+    for name, value in numbers.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
     if not config.seeds or len(set(config.seeds)) < len(config.seeds):
         raise ValueError(f"seeds must be one or more different numbers, got {list(config.seeds)}")
     for name in (*config.trained, *config.untrained):
@@ -142,25 +160,28 @@ def cells_of(config: RaceConfig) -> list[Cell]:
 
 def claim_folder(folder: Path, plan: dict[str, Any]) -> None:
     """Notes whose answers, features and weights stand in the run folder. Raises ValueError where they are another
-    race's."""
+    race's, or of no race."""
     path = folder / PLAN
     if path.is_file() and (found := differences(plan, read_json(path))):
         raise ValueError(f"{path} says that this folder holds another race ({found}); take another name= for this one")
+    if not path.is_file() and (folder / "responses.jsonl").exists():
+        raise ValueError(f"output_dir={folder} holds answers of another run; take another name= for this race")
     write_json(path, plan)
 
 
-def is_finished(path: Path, cell: Cell, plan: dict[str, Any]) -> bool:
-    """Raises ValueError where the file is another race's."""
-    if not path.is_file():
-        return False
-    record = read_json(path)
-    pairs = ((about(cell), record.get("cell", {})), (plan, record.get("plan", {})))
-    if found := "; ".join(filter(None, (differences(ours, theirs) for ours, theirs in pairs))):
-        raise ValueError(
-            f"{path} is a cell of another race ({found}); take another name= (and results=) for this one, or the old "
-            "options to go on with that one"
-        )
-    return True
+def finished_cells(results: Path, cells: Sequence[Cell], plan: dict[str, Any]) -> set[str]:
+    """Names of those that have a file. Raises ValueError where a file is another race's."""
+    own, found = {cell.name: about(cell) for cell in cells}, set()
+    for path in sorted(results.glob("*.json")):
+        record = read_json(path)
+        pairs = [(plan, record.get("plan", {})), (own.get(path.stem, record.get("cell")), record.get("cell", {}))]
+        if differing := "; ".join(filter(None, (differences(ours, theirs) for ours, theirs in pairs))):
+            raise ValueError(
+                f"{path} is a cell of another race ({differing}); take another name= (and results=) for this one, or "
+                "the old options to go on with that one"
+            )
+        found.add(path.stem)
+    return found
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
@@ -173,8 +194,8 @@ def about(cell: Cell) -> dict[str, Any]:
     return {"drafter": cell.drafter, "seed": cell.seed, "options": list(cell.options), "draft": cell.draft}
 
 
-def stage_options(config: RaceConfig, plan: dict[str, Any]) -> list[str]:
-    return [f"experiment={config.recipe}", *plan["target"]]
+def stage_options(plan: dict[str, Any]) -> list[str]:
+    return [f"experiment={plan['experiment']}", *plan["target"]]
 
 
 def builtin_options(plan: dict[str, Any]) -> list[str]:
@@ -182,17 +203,18 @@ def builtin_options(plan: dict[str, Any]) -> list[str]:
 
 
 def run_cell(config: RaceConfig, plan: dict[str, Any], cell: Cell, run: RunStage) -> dict[str, Any]:
-    """Its record: what was run, what was measured at every temperature, what training took."""
-    common, folder, draft = stage_options(config, plan), Path(config.output_dir), cell.draft
+    """Its record: what was run, what was measured at every temperature, what training took. What makes a race fair
+    stands behind a user's own options, and so wins."""
+    common, folder, draft, length = stage_options(plan), Path(config.output_dir), cell.draft, plan["num_draft_tokens"]
     training = None
     if cell.seed is not None:
-        own = folder / cell.name
-        options = [*common, *cell.options, f"output_dir={own}", f"store={folder / 'store'}", f"seed={cell.seed}"]
-        options += [f"num_steps={plan['num_steps']}", f"model.num_draft_tokens={plan['num_draft_tokens']}"]
-        run("train", [*options, *config.options.train])
-        training, draft = training_of(own / "metrics.jsonl", plan["num_steps"]), str(own / "checkpoints")
-    options = [*common, *builtin_options(plan), f"output_dir={folder}", f"draft={draft}"]
-    run("eval", [*options, f"num_draft_tokens={plan['num_draft_tokens']}", *config.options.eval])
+        own = [f"output_dir={folder / cell.name}", f"store={folder / 'store'}", f"seed={cell.seed}"]
+        own += [f"num_steps={plan['num_steps']}", f"model.num_draft_tokens={length}"]
+        run("train", [*common, *cell.options, *config.options.train, *own])
+        draft = str(folder / cell.name / "checkpoints")
+        training = training_of(folder / cell.name / "metrics.jsonl", plan["num_steps"])
+    own = [*builtin_options(plan), f"output_dir={folder}", f"draft={draft}", f"num_draft_tokens={length}", *FAIR]
+    run("eval", [*common, *config.options.eval, *own])
     report = read_json(folder / "eval" / "report.json")
     found = next(iter(report["findings"]), None)
     provenance = read_json(folder / "eval_provenance.json")
@@ -202,7 +224,7 @@ def run_cell(config: RaceConfig, plan: dict[str, Any], cell: Cell, run: RunStage
         "trained_parameters": 0 if found is None else found["parameters"],
         "training": training,
         "measured": list(measured_of(report)),
-        "alone": alone_of(report),
+        "alone": alone_of(report, length),
         "date": datetime.now(UTC).date().isoformat(),
         "made_with": {name: provenance[name] for name in ("git_commit", "python", "versions")} | report["machine"],
     }
@@ -210,15 +232,19 @@ def run_cell(config: RaceConfig, plan: dict[str, Any], cell: Cell, run: RunStage
 
 def training_of(metrics: Path, num_steps: int) -> dict[str, Any]:
     """`seconds`: of all steps at the median speed of the run, so that neither an interruption nor other work on the
-    machine counts."""
+    machine counts. Raises ValueError where the run was ended before its last step."""
     lines = [line for line in read_lines(metrics, repair=False) if "seconds_per_step" in line]
+    if not lines or lines[-1]["step"] != num_steps:
+        done = lines[-1]["step"] if lines else 0
+        raise ValueError(f"{metrics} ends after {done} of {num_steps} steps; the same command goes on from there")
     names = ("loss", "teacher_forced_acceptance_length")
     last = {name: lines[-1][name] for name in names if name in lines[-1]}
     return {"num_steps": num_steps, "seconds": num_steps * median(x["seconds_per_step"] for x in lines), "last": last}
 
 
 def measured_of(report: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Of the drafter at every temperature: the report's row without what only a diagnosis needs."""
+    """Of the drafter at every temperature: the report's row without what only a diagnosis needs. Raises ValueError
+    where nothing was measured."""
     kept = (
         *("drafter", "target", "temperature", "num_draft_tokens", "slot_layout", "rule", "lossless", "schedule"),
         *("dtype", "device", "batch_size", "max_new_tokens", "num_prompts", "bonus_counted", "acceptance_length"),
@@ -227,15 +253,18 @@ def measured_of(report: dict[str, Any]) -> Iterator[dict[str, Any]]:
     )
     for row in report["rows"]:
         if row["drafter"] != "vanilla":
+            if not row["rounds"]:
+                raise ValueError("options.eval: no output was longer than one token; raise max_new_tokens")
             domains = {name: part["requests"] for name, part in row["per_domain"].items()}
             yield {name: row[name] for name in kept} | {"requests": domains}
 
 
-def alone_of(report: dict[str, Any]) -> dict[str, Any]:
+def alone_of(report: dict[str, Any], num_draft_tokens: int) -> dict[str, Any]:
     """Seconds of a round of one request, timed side by side: drafting, verifying, and a token without drafts."""
     (costs,) = report["round_costs"]
     (draft,), (verify,) = costs["draft"], costs["verify"]
-    return {"draft_seconds": draft[-1], "verify_seconds": verify[-1], "vanilla_seconds": verify[0]}
+    at = {"draft_seconds": draft[num_draft_tokens], "verify_seconds": verify[num_draft_tokens]}
+    return at | {"vanilla_seconds": verify[0]}
 
 
 def run_script(launcher: Sequence[str], script: str, options: Sequence[str]) -> None:
@@ -243,7 +272,10 @@ def run_script(launcher: Sequence[str], script: str, options: Sequence[str]) -> 
     words = list(launcher) if script == "train" and launcher else [sys.executable]
     command = [*words, str(ROOT / f"{script}.py"), *options]
     sys.stderr.write(f"race: {' '.join([f'{script}.py', *options])}\n")
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+    try:
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+    except OSError as error:
+        raise ValueError(f"launcher={list(launcher)} cannot be started ({error})") from error
     if done.returncode != 0:
         raise ValueError(
             f"{script}.py ended with status {done.returncode} (its message stands above); finished cells are kept, the "

@@ -73,6 +73,9 @@ class Harness:
         self.config, self.target_config = config, target_config = under_protocol(config, target_config)
         if config.lossy_sweep:
             sampled_temperature(config)  # refused before any work is done
+        loads = list(config.cost_loads)
+        if loads != sorted(set(loads)) or min(loads, default=1) < 1:
+            raise ValueError(f"cost_loads must ascend from 1 or more, got {loads}")
         self.target, self.tokenizer = target, tokenizer
         self.rounding = None if config.feature_dtype is None else find_codec(config.feature_dtype, "feature_dtype")
         self.folder = Path(config.output_dir) / "eval"

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 
 from eval.rounds import Generation
 
@@ -57,21 +58,29 @@ def paired_interval(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> I
     return percentiles(_resampled(ours) - _resampled(theirs))
 
 
-def resampled_over_seeds(seeds: Sequence[NDArray[np.float64]], stream: int) -> NDArray[np.float64]:
+def resampled_over_seeds(seeds: Sequence[NDArray[np.float64]], stream: int) -> NDArray[np.float64] | None:
     """[RESAMPLES] of the mean over training seeds of the pooled acceptance length; `seeds` hold requests [N, 2] of the
-    same N prompts each.
+    same N prompts each. None where fewer than two requests had rounds.
 
     Prompts are resampled, with the same ones for equally many prompts whatever the drafter, and so are seeds, by a
-    `stream` of random numbers for each drafter. A resample of few seeds varies too little, by a factor of
-    sqrt((S - 1) / S) in its standard deviation, which is made up for. One seed: only prompts vary.
+    `stream` of random numbers for each drafter. Resamples of S seeds vary too little, by sqrt((S - 1) / S) and by what
+    Student's t adds to an interval of few; both are made up for. One seed: only prompts vary.
     """
+    if min(np.count_nonzero(requests[:, 1]) for requests in seeds) < 2:
+        return None
     lengths = np.stack([_resampled(requests) for requests in seeds])
     mean, count = lengths.mean(axis=0), len(lengths)
     if count == 1:
         return mean
-    drawn = np.random.default_rng([SEED, stream]).integers(count, size=(count, RESAMPLES))
+    drawn = np.random.default_rng([SEED, 1 + stream]).integers(count, size=(count, RESAMPLES))
     picked = np.take_along_axis(lengths, drawn, axis=0).mean(axis=0)
-    return mean + (picked - mean) * np.sqrt(count / (count - 1))
+    return mean + (picked - mean) * np.sqrt(count / (count - 1)) * few_seeds(count)
+
+
+def few_seeds(count: int) -> float:
+    """How much wider Student's t makes an interval of so many values than a normal distribution does."""
+    tail = (1 + LEVEL) / 2
+    return float(stats.t.ppf(tail, count - 1) / stats.norm.ppf(tail))
 
 
 def percentiles(values: NDArray[np.float64]) -> Interval:

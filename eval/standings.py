@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,18 +26,19 @@ class Length:
 
     value: float
     by_seed: list[float]
-    resamples: NDArray[np.float64]
+    resamples: NDArray[np.float64] | None  # None: too few prompts to say how sure it is
 
     @property
-    def interval(self) -> Interval:
-        return percentiles(self.resamples)
+    def interval(self) -> Interval | None:
+        return None if self.resamples is None else percentiles(self.resamples)
 
 
 class Entrant:
-    """All finished cells of one drafter; `stream` numbers it."""
+    """All finished cells of one drafter, by seed; `stream` numbers it."""
 
     def __init__(self, name: str, cells: Sequence[Mapping[str, Any]], stream: int) -> None:
-        self.name, self.cells, self.stream = name, cells, stream
+        self.name, self.stream = name, stream
+        self.cells = sorted(cells, key=lambda cell: cell["cell"]["seed"] or 0)
 
     def length(self, temperature: float, domain: str | None = None) -> Length:
         """Of all domains, or of one."""
@@ -49,18 +50,29 @@ class Entrant:
         pooled = [float(requests[:, 0].sum() / requests[:, 1].sum()) for requests in seeds]
         return Length(mean(pooled), pooled, resampled_over_seeds(seeds, self.stream))
 
-    def alone(self, name: str) -> float:
-        return median(cell["alone"][name] for cell in self.cells)
+    @property
+    def draft_seconds(self) -> float:
+        return median(cell["alone"]["draft_seconds"] for cell in self.cells)
 
     @property
     def training_seconds(self) -> float | None:
         found = [cell["training"]["seconds"] for cell in self.cells if cell["training"] is not None]
         return median(found) if found else None
 
-    def speed(self) -> float:
+
+class Costs(NamedTuple):
+    """Seconds for one request that do not depend on the drafter: medians of all cells."""
+
+    verify: float  # of all drafts and the token before them
+    vanilla: float  # of one token
+
+    @staticmethod
+    def of(cells: Sequence[Mapping[str, Any]]) -> "Costs":
+        return Costs(*(median(cell["alone"][f"{name}_seconds"] for cell in cells) for name in Costs._fields))
+
+    def speed(self, entrant: Entrant) -> float:
         """Of one greedy request, as a multiple of decoding without drafts: tokens a round over what a round costs."""
-        round_seconds = self.alone("draft_seconds") + self.alone("verify_seconds")
-        return self.length(0.0).value * self.alone("vanilla_seconds") / round_seconds
+        return entrant.length(0.0).value * self.vanilla / (entrant.draft_seconds + self.verify)
 
 
 def row_at(cell: Mapping[str, Any], temperature: float) -> Mapping[str, Any]:
@@ -98,39 +110,50 @@ def ranked(cells: Sequence[Mapping[str, Any]]) -> list[Entrant]:
 
 def standings(cells: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: under which conditions, the ranking, every domain, and which neighbours are really apart."""
-    entrants = ranked(cells)
-    parts = [conditions(cells), table(*ranking(entrants))]
-    for temperature in temperatures(cells):
+    entrants, costs = ranked(cells), Costs.of(cells)
+    parts = [conditions(cells), table(*ranking(entrants, costs)), reading(cells, costs)]
+    for temperature in (0.0, 1.0):
         parts.append(f"Acceptance length by domain at temperature {temperature:g}, with 95 % intervals:")
         parts.append(table(*by_domain(entrants, temperature)))
     parts.append("\n".join(f"- {line}" for line in gaps(entrants)))
-    return "\n\n".join(parts) + "\n"
-
-
-def temperatures(cells: Sequence[Mapping[str, Any]]) -> list[float]:
-    return sorted({row["temperature"] for cell in cells for row in cell["measured"]})
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def conditions(cells: Sequence[Mapping[str, Any]]) -> str:
     plan, row = cells[0]["plan"], row_at(cells[0], 0.0)
     dates = sorted({cell["date"] for cell in cells})
     seeds = sorted({cell["cell"]["seed"] for cell in cells if cell["cell"]["seed"] is not None})
+    near_ties = sum(row_at(cell, 0.0)["near_tie_divergences"] or 0 for cell in cells)
     identical = all(row_at(cell, 0.0)["outputs_identical_to_vanilla"] for cell in cells)
+    options = [f"{stage}.py {' '.join(own)}" for stage, own in plan["options"].items() if own]
+    more = f"With {', '.join(options)}. " if options else ""
     return (
         f"Target {row['target']}, {row['dtype']} on {row['device']}; trained drafters: {plan['num_steps']} steps on "
         f"{plan['num_answers']} answers, seeds {', '.join(map(str, seeds)) or '-'}; {plan['num_draft_tokens']} draft "
         f"tokens, a chain, lossless rules; {row['num_prompts']} held-out prompts in batches of {row['batch_size']}, at "
-        f"most {row['max_new_tokens']} new tokens; {dates[0] if len(dates) == 1 else f'{dates[0]} to {dates[-1]}'}. "
-        "Acceptance lengths are pooled over rounds, the bonus token counted, and averaged over seeds; intervals (95 %) "
-        "are a bootstrap over prompts and seeds. Greedy outputs are "
-        f"{'identical to vanilla decoding in every cell' if identical else 'NOT identical to vanilla in every cell'}."
+        f"most {row['max_new_tokens']} new tokens; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. "
+        f"{more}Acceptance lengths are pooled over rounds, the bonus token counted, and averaged over seeds; intervals "
+        "(95 %) are a bootstrap over prompts and, of trained drafters, seeds (Student's t for so few). Greedy outputs "
+        f"are {'identical to vanilla decoding in every cell' if identical else 'NOT identical to vanilla in every cell'} "
+        f"({near_ties} near ties)."
     )
 
 
-def ranking(entrants: Sequence[Entrant]) -> tuple[list[str], list[list[str]]]:
+def reading(cells: Sequence[Mapping[str, Any]], costs: Costs) -> str:
+    drafts, threads = cells[0]["plan"]["num_draft_tokens"], sorted({cell["made_with"]["threads"] for cell in cells})
+    return (
+        "`draft k`: how often that draft token was accepted where those before it were. Training: all steps at the "
+        f"median speed, without start-up, answers and features. Drafting: {drafts} tokens for one request. Estimated "
+        "speed: of one greedy request against decoding without drafts, from the acceptance length and the costs of a "
+        f"round ({1e3 * costs.verify:.0f} ms for verifying {drafts + 1} tokens, {1e3 * costs.vanilla:.0f} ms for one "
+        f"token; {' or '.join(map(str, threads))} threads, medians of all cells)."
+    )
+
+
+def ranking(entrants: Sequence[Entrant], costs: Costs) -> tuple[list[str], list[list[str]]]:
     length = max(len(row_at(cell, 0.0)["conditional_acceptance"]) for entrant in entrants for cell in entrant.cells)
     head = ["drafter", "acceptance length, greedy", "seed by seed", *(f"draft {slot + 1}" for slot in range(length))]
-    head += ["trained parameters", "training", "drafting, ms", "speed of one request"]
+    head += ["trained parameters", "training", "drafting", "estimated speed"]
     rows = []
     for entrant in entrants:
         found, seconds = entrant.length(0.0), entrant.training_seconds
@@ -143,8 +166,8 @@ def ranking(entrants: Sequence[Entrant]) -> tuple[list[str], list[list[str]]]:
                 *(number(value) for value in conditional(entrant, length)),
                 f"{parameters / 1e6:.1f} M" if parameters else "",
                 "" if seconds is None else f"{seconds / 60:.1f} min",
-                f"{1e3 * entrant.alone('draft_seconds'):.0f}",
-                f"{entrant.speed():.2f}x",
+                f"{1e3 * entrant.draft_seconds:.0f} ms",
+                f"{costs.speed(entrant):.2f}x",
             ]
         )
     return head, rows
@@ -174,11 +197,15 @@ def gaps(entrants: Sequence[Entrant]) -> list[str]:
     lines = []
     for ours, theirs in pairwise(entrants):
         mine, others = ours.length(0.0), theirs.length(0.0)
+        if mine.resamples is None or others.resamples is None:
+            continue
         interval = percentiles(mine.resamples - others.resamples)
-        is_real = interval.low > 0
+        verdict = "a real difference" if interval.low > 0 else "which may be chance"
+        if interval.low > 0 and any(x.training_seconds is not None and len(x.cells) == 1 for x in (ours, theirs)):
+            verdict = "real on these prompts, but of one seed"
         lines.append(
             f"{name_of(ours)} against {name_of(theirs)}: {mine.value - others.value:+.2f} ({interval.low:+.2f} to "
-            f"{interval.high:+.2f}) tokens a round, {'a real difference' if is_real else 'which may be chance'}."
+            f"{interval.high:+.2f}) tokens a round, {verdict}."
         )
     return lines
 

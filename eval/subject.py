@@ -111,7 +111,7 @@ def own_first_layers(draft: str, spec: TargetSpec) -> Subject:
     if not number.isdecimal():
         raise ValueError(f"draft={draft}: a number of layers must stand behind the colon, as in first_layers:8")
     drafter = FirstLayersDrafter(int(number), INDEPENDENT_DRAFT_TOKENS, spec)
-    return Subject(f"first {int(number)} layers", drafter, None, draft)
+    return Subject(f"first {int(number)} layers", drafter, None, sha256_text(draft))
 
 
 def independent(path: str, config: TargetConfig, device: torch.device) -> Subject:

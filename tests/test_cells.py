@@ -11,7 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from eval.cells import FULL_MINUTES, RaceConfig, cells_of, is_finished, plan_of, run_race, run_script
+from eval.cells import FULL_MINUTES, RaceConfig, cells_of, finished_cells, plan_of, run_race, run_script, training_of
 from models.config import to_dataclass
 from models.files import read_json
 from models.target import TargetConfig
@@ -78,7 +78,7 @@ def test_a_race_trains_and_measures_every_cell_alike_and_goes_on_where_it_was_en
     assert sorted(cells) == sorted(
         ["ngram", "first_10_layers", *(f"{name}_seed{seed}" for name in TRAINED for seed in (1, 2))]
     )
-    assert whole.names == ["generate", "extract", "eval", "eval", *["train", "eval"] * 4]
+    assert whole.names == ["eval", "eval", "generate", "extract", *["train", "eval"] * 4]
     records = {name: read_json(results / f"{name}.json") for name in cells}
     assert len({json.dumps(record["plan"], sort_keys=True) for record in records.values()}) == 1
     for name, record in records.items():
@@ -107,7 +107,7 @@ def test_a_race_trains_and_measures_every_cell_alike_and_goes_on_where_it_was_en
         except KeyboardInterrupt:
             assert last is not None
         ran.append(stages.names)
-    assert ran[0] == ["generate", "extract", "eval", "eval", "train", "eval"]
+    assert ran[0] == ["eval", "eval", "generate", "extract", "train", "eval"]
     assert ran[1] == ["generate"] and ran[2] == ["generate", "extract", *["train", "eval"] * 3]
     assert without_times(Path(copy.results)) == without_times(results)
     nothing = Stages(script)
@@ -132,11 +132,67 @@ def test_a_cell_of_another_race_is_refused_and_left_alone(
     assert path.read_bytes() == before and not stages.ran
     (cell,) = cells_of(tiny_race)
     with pytest.raises(ValueError, match=r"options: \[\] there, \['seed=3'\] here"):
-        is_finished(path, replace(cell, options=("seed=3",)), plan_of(tiny_race))
+        finished_cells(path.parent, [replace(cell, options=("seed=3",))], plan_of(tiny_race))
+    with pytest.raises(ValueError, match=r"ngram\.json is a cell of another race \(num_draft_tokens: 3 there, 2 here"):
+        finished_cells(path.parent, [], plan_of(replace(tiny_race, num_draft_tokens=2)))  # not asked for, but there
     elsewhere = replace(tiny_race, budget_minutes=24, results=str(tmp_path / "other"))
     with pytest.raises(ValueError, match=r"plan\.json says that this folder holds another race .*take another name="):
         run_race(elsewhere, stages)
     assert not stages.ran and not (tmp_path / "other").exists()
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "responses.jsonl").touch()
+    with pytest.raises(ValueError, match=r"output_dir=.*demo holds answers of another run; take another name="):
+        run_race(replace(elsewhere, output_dir=str(tmp_path / "demo")), stages)
+    with pytest.raises(ValueError, match=r"results=.*demo must be another folder than output_dir"):
+        run_race(replace(elsewhere, output_dir=str(tmp_path / "demo"), results=str(tmp_path / "demo")), stages)
+
+
+def test_options_of_a_user_cannot_make_cells_unequal(script: Script, tiny_race: RaceConfig) -> None:
+    """Greedily and sampled, by lossless rules, with the race's own numbers of drafts and steps."""
+    tiny_race.drafters, tiny_race.seeds = ["ngram", "dspark_vanilla"], [1]
+    tiny_race.options.train += ["num_steps=3", "model.num_draft_tokens=5"]
+    tiny_race.options.eval += ["num_draft_tokens=1", "rule=lossy_threshold", "temperature=1", "baselines=[ngram]"]
+    tiny_race.options.eval += ["cost_loads=[1,2]"]
+    shown = run_race(tiny_race, Stages(script))
+    for path in Path(tiny_race.results).glob("*.json"):
+        record = read_json(path)
+        assert [(row["temperature"], row["num_draft_tokens"], row["lossless"]) for row in record["measured"]] == [
+            (0.0, 3, True),
+            (1.0, 3, True),
+        ]
+        assert len({row["drafter"] for row in record["measured"]}) == 1
+    metrics = Path(tiny_race.output_dir) / "dspark_vanilla_seed1" / "metrics.jsonl"
+    assert json.loads(metrics.read_text().splitlines()[-1])["step"] == 45
+    assert "generate.py prompts=" in shown and "a real difference" not in shown
+
+
+def test_two_depths_of_the_target_are_timed_apart(script: Script, tiny_race: RaceConfig) -> None:
+    """They are measured in one folder, where costs are kept."""
+    tiny_race.drafters = ["first_10_layers", "first_27_layers"]
+    tiny_race.untrained |= {"first_10_layers": "first_layers:1", "first_27_layers": "first_layers:3"}
+    run_race(tiny_race, Stages(script))
+    shallow, deep = (read_json(Path(tiny_race.results) / f"{name}.json")["alone"] for name in tiny_race.drafters)
+    assert shallow["draft_seconds"] != deep["draft_seconds"]
+    assert len(list((Path(tiny_race.output_dir) / "eval").glob("costs_1_*.json"))) == 2
+
+
+def test_a_training_that_was_ended_early_makes_no_cell(tmp_path: Path) -> None:
+    """train.py ends well after a SIGTERM, with a checkpoint of fewer steps."""
+    metrics = tmp_path / "metrics.jsonl"
+    lines = [{"step": step, "seconds_per_step": 0.1 * step, "loss": 1.0} for step in (1, 2, 3)]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match=r"metrics\.jsonl ends after 3 of 4 steps; the same command goes on"):
+        training_of(metrics, 4)
+    found = training_of(metrics, 3)
+    assert found["seconds"] == pytest.approx(3 * 0.2) and found["last"] == {"loss": 1.0}
+    metrics.unlink()
+    with pytest.raises(ValueError, match="ends after 0 of 3 steps"):
+        training_of(metrics, 3)
+
+
+def test_a_launcher_that_is_not_there_is_named() -> None:
+    with pytest.raises(ValueError, match=r"launcher=\['nowhere'\] cannot be started"):
+        run_script(["nowhere"], "train", [])
 
 
 def test_a_budget_scales_steps_answers_and_prompts_and_nothing_else() -> None:
@@ -170,7 +226,10 @@ def test_all_drafters_train_under_equal_conditions() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["budget_minutes=0"], r"budget_minutes must be above 0, got 0"),
+        (["budget_minutes=0"], r"budget_minutes must be above 0 and finite, got 0"),
+        (["budget_minutes=inf"], r"budget_minutes must be above 0 and finite, got inf"),
+        (["full.num_steps=0"], r"full\.num_steps must be at least 1, got 0"),
+        (["num_draft_tokens=0"], r"num_draft_tokens must be at least 1, got 0"),
         (["seeds=[]"], r"seeds must be one or more different numbers, got \[\]"),
         (["seeds=[1,1]"], r"seeds must be one or more different numbers, got \[1, 1\]"),
         (["drafters=[medusa]"], r"drafters=\['medusa'\]: no medusa; there are ngram, .*dflash2"),

@@ -126,6 +126,7 @@ def conditions(cells: Sequence[Mapping[str, Any]]) -> str:
     near_ties = sum(row_at(cell, 0.0)["near_tie_divergences"] or 0 for cell in cells)
     identical = all(row_at(cell, 0.0)["outputs_identical_to_vanilla"] for cell in cells)
     options = [f"{stage}.py {' '.join(own)}" for stage, own in plan["options"].items() if own]
+    vanilla = f"{'' if identical else 'NOT '}identical to vanilla decoding in every cell"
     more = f"With {', '.join(options)}. " if options else ""
     return (
         f"Target {row['target']}, {row['dtype']} on {row['device']}; trained drafters: {plan['num_steps']} steps on "
@@ -134,8 +135,7 @@ def conditions(cells: Sequence[Mapping[str, Any]]) -> str:
         f"most {row['max_new_tokens']} new tokens; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. "
         f"{more}Acceptance lengths are pooled over rounds, the bonus token counted, and averaged over seeds; intervals "
         "(95 %) are a bootstrap over prompts and, of trained drafters, seeds (Student's t for so few). Greedy outputs "
-        f"are {'identical to vanilla decoding in every cell' if identical else 'NOT identical to vanilla in every cell'} "
-        f"({near_ties} near ties)."
+        f"are {vanilla} ({near_ties} near ties)."
     )
 
 

@@ -217,9 +217,10 @@ def test_all_drafters_train_under_equal_conditions() -> None:
     composed = {}
     for name, options in configured().trained.items():
         node = compose_and_type("train", ["experiment=race", *options])
-        model = node.pop("model")
-        assert model.sampled_vocabulary == 3000 and model.get("num_layers", 1) == 1, name
-        composed[name] = OmegaConf.to_container(node)
+        found = dict(OmegaConf.to_container(node))
+        model = found.pop("model")
+        assert model["sampled_vocabulary"] == 3000 and model.get("num_layers", 1) == 1, name
+        composed[name] = found
     assert all(found == composed["eagle3"] for found in composed.values())
 
 

@@ -91,7 +91,7 @@ def test_standings_hold_conditions_every_drafter_and_every_domain() -> None:
 def test_one_output_that_is_not_vanillas_is_said() -> None:
     cells = race({"dflash2": [1.9, 2.0], "ngram": [1.2]})
     cells[1]["measured"][0]["outputs_identical_to_vanilla"] = False
-    assert "NOT identical to vanilla in every cell" in standings(cells)
+    assert "NOT identical to vanilla decoding in every cell" in standings(cells)
 
 
 @pytest.mark.parametrize(

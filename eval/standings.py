@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -193,21 +192,32 @@ def by_domain(entrants: Sequence[Entrant], temperature: float) -> tuple[list[str
 
 
 def gaps(entrants: Sequence[Entrant]) -> list[str]:
-    """Of neighbours in the ranking: the difference, paired by prompts, and whether it is real."""
+    """Of every drafter how far it is ahead of the next in the ranking and, where that may be chance, of the first one
+    below that it is really ahead of."""
     lines = []
-    for ours, theirs in pairwise(entrants):
-        mine, others = ours.length(0.0), theirs.length(0.0)
-        if mine.resamples is None or others.resamples is None:
-            continue
-        interval = percentiles(mine.resamples - others.resamples)
-        verdict = "a real difference" if interval.low > 0 else "which may be chance"
-        if interval.low > 0 and any(x.training_seconds is not None and len(x.cells) == 1 for x in (ours, theirs)):
-            verdict = "real on these prompts, but of one seed"
-        lines.append(
-            f"{name_of(ours)} against {name_of(theirs)}: {mine.value - others.value:+.2f} ({interval.low:+.2f} to "
-            f"{interval.high:+.2f}) tokens a round, {verdict}."
-        )
+    for place, ours in enumerate(entrants):
+        pairs = [(theirs, difference(ours, theirs)) for theirs in entrants[place + 1 :]]
+        behind = [(theirs, found) for theirs, found in pairs if found is not None]
+        first_real = next((index for index, (_, found) in enumerate(behind) if found.low > 0), 0)
+        shown = behind[:1] + (behind[first_real : first_real + 1] if first_real else [])
+        if shown:
+            lines.append(f"{name_of(ours)} against {'; against '.join(_gap(ours, *one) for one in shown)}.")
     return lines
+
+
+def difference(ours: Entrant, theirs: Entrant) -> Interval | None:
+    """Of greedy acceptance lengths, paired by prompts; None where there are too few of them."""
+    mine, others = ours.length(0.0).resamples, theirs.length(0.0).resamples
+    return None if mine is None or others is None else percentiles(mine - others)
+
+
+def _gap(ours: Entrant, theirs: Entrant, interval: Interval) -> str:
+    verdict = "a real difference" if interval.low > 0 else "which may be chance"
+    if interval.low > 0 and any(x.training_seconds is not None and len(x.cells) == 1 for x in (ours, theirs)):
+        verdict = "real on these prompts, but of one seed"
+    ahead = ours.length(0.0).value - theirs.length(0.0).value
+    between_ends = f"{interval.low:+.2f} to {interval.high:+.2f}"
+    return f"{name_of(theirs)}: {ahead:+.2f} ({between_ends}) tokens a round, {verdict}"
 
 
 def name_of(entrant: Entrant) -> str:

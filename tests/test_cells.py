@@ -11,7 +11,17 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from eval.cells import FULL_MINUTES, RaceConfig, cells_of, finished_cells, plan_of, run_race, run_script, training_of
+from eval.cells import (
+    FULL_MINUTES,
+    ROOT,
+    RaceConfig,
+    cells_of,
+    finished_cells,
+    plan_of,
+    run_race,
+    run_script,
+    training_of,
+)
 from models.config import to_dataclass
 from models.files import read_json
 from models.target import TargetConfig
@@ -164,6 +174,13 @@ def test_options_of_a_user_cannot_make_cells_unequal(script: Script, tiny_race: 
     metrics = Path(tiny_race.output_dir) / "dspark_vanilla_seed1" / "metrics.jsonl"
     assert json.loads(metrics.read_text().splitlines()[-1])["step"] == 45
     assert "generate.py prompts=" in shown and "a real difference" not in shown
+
+
+def test_the_committed_race_is_the_one_that_the_readme_asks_for() -> None:
+    """`python race.py results=results/race` finds all of its cells finished."""
+    config = configured("results=results/race")
+    cells = cells_of(config)
+    assert finished_cells(ROOT / config.results, cells, plan_of(config)) == {cell.name for cell in cells}
 
 
 def test_two_depths_of_the_target_are_timed_apart(script: Script, tiny_race: RaceConfig) -> None:

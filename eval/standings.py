@@ -37,10 +37,16 @@ class Entrant:
 
     def __init__(self, name: str, cells: Sequence[Mapping[str, Any]], stream: int) -> None:
         self.name, self.stream = name, stream
+        self._lengths: dict[tuple[float, str | None], Length] = {}
         self.cells = sorted(cells, key=lambda cell: cell["cell"]["seed"] or 0)
 
     def length(self, temperature: float, domain: str | None = None) -> Length:
-        """Of all domains, or of one."""
+        """Of all domains, or of one; resampled once."""
+        if (temperature, domain) not in self._lengths:
+            self._lengths[temperature, domain] = self._length(temperature, domain)
+        return self._lengths[temperature, domain]
+
+    def _length(self, temperature: float, domain: str | None) -> Length:
         seeds = []
         for cell in self.cells:
             domains = row_at(cell, temperature)["requests"]

@@ -135,7 +135,7 @@ def test_resampled_seeds_have_the_error_of_their_mean() -> None:
 def test_nineteen_of_twenty_intervals_of_three_seeds_hold_the_true_length(spread: float) -> None:
     """Prompts and seeds drawn anew, where prompts matter more (their mean deviates by 0.024), alike, or seeds do."""
     rng, held = np.random.default_rng(1), 0
-    for stream in range(200):
+    for stream in range(100):
         rounds = rng.integers(20, 40, size=40)
         of_prompts, of_seeds = rng.normal(2.0, 0.15, 40), rng.normal(0, spread, 3)
         seeds = [np.stack([(of_prompts + own) * rounds, rounds], axis=1) for own in of_seeds]
@@ -143,7 +143,7 @@ def test_nineteen_of_twenty_intervals_of_three_seeds_hold_the_true_length(spread
         assert resamples is not None
         low, high = percentiles(resamples)
         held += low <= 2.0 <= high
-    assert 180 <= held <= 200
+    assert held >= 89
 
 
 def test_one_request_says_nothing_of_how_sure_it_is() -> None:

@@ -65,7 +65,7 @@ class RaceConfig:
     drafters: list[str] | None
     trained: dict[str, list[str]]
     untrained: dict[str, str]
-    target: list[str]
+    target_options: list[str]
     options: StageOptions
     launcher: list[str]
 
@@ -139,7 +139,7 @@ def plan_of(config: RaceConfig) -> dict[str, Any]:
         "budget_minutes": minutes,
         **sizes,
         "num_draft_tokens": config.num_draft_tokens,
-        "target": list(config.target),
+        "target": list(config.target_options),
         "options": asdict(config.options),
     }
 

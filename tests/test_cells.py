@@ -264,7 +264,7 @@ def test_a_stage_that_fails_is_named_and_leaves_no_cell(tiny_target_config: Targ
     """By the real script: the draft does not exist."""
     config = configured("drafters=[ngram]", f"output_dir={tmp_path}")
     config.untrained["ngram"] = str(tmp_path / "nowhere")
-    config.target = ["target=custom", f"target.path={tiny_target_config.path}"]
+    config.target_options = ["target=custom", f"target.path={tiny_target_config.path}"]
     with pytest.raises(ValueError, match=r"eval\.py ended with status 2 .*the same command goes on from there"):
         run_race(config)
     assert not list(Path(config.results).glob("*.json"))
@@ -277,7 +277,7 @@ def test_race_py_races_all_drafters_in_a_tiny_budget(
     """The script itself with processes of its own, every drafter, then once more, which runs nothing."""
     target = [f"target.path={tiny_target_config.path}", f"target.mask_token_id={tiny_target_config.mask_token_id}"]
     target += ["target=custom", "target.name=tiny", "target.dtype=float32", "target.layer_ids=[0,1,2]"]
-    asked = [f"output_dir={tmp_path}", "budget_minutes=2", "seeds=[1]", f"target={listed(*target)}"]
+    asked = [f"output_dir={tmp_path}", "budget_minutes=2", "seeds=[1]", f"target_options={listed(*target)}"]
     asked += ["untrained.first_10_layers=first_layers:1", "untrained.first_27_layers=first_layers:3"]
     asked.append(f"options.generate={listed(f'prompts={prompts_file}', 'max_new_tokens=20')}")
     asked.append(f"options.eval={listed(f'tasks=[{prompts_file}]', 'num_prompts=4', 'max_new_tokens=12')}")

@@ -97,16 +97,16 @@ def run_race(config: RaceConfig, run_stage: RunStage | None = None) -> str:
     todo = [cell for cell in cells if cell.name not in finished]
     if todo:
         claim_folder(folder, plan)
-    has_data = False
+    first_trained = next((cell for cell in todo if cell.seed is not None), None)
+    shown = None
     for number, cell in enumerate(todo, start=1):
-        if cell.seed is not None and not has_data:
+        if cell is first_trained:
             make_data(config, plan, run)
-            has_data = True
         sys.stderr.write(f"race: {cell.name}, {number} of {len(todo)} cells to do\n")
         record = run_cell(config, plan, cell, run)
         write_text(results / f"{cell.name}.json", cell_text(record))
-        show_standings(results)
-    return show_standings(results)
+        shown = show_standings(results)
+    return shown or show_standings(results)
 
 
 def make_data(config: RaceConfig, plan: dict[str, Any], run: RunStage) -> None:

@@ -96,10 +96,10 @@ def cell_text(record: Mapping[str, Any]) -> str:
 
 def show_standings(folder: Path) -> str:
     """Writes STANDINGS and PICTURE of all cells in `folder`; returns the former."""
-    cells = read_cells(folder)
-    text = standings(cells)
+    entrants = ranked(read_cells(folder))
+    text = standings(entrants)
     write_text(folder / STANDINGS, text)
-    write_text(folder / PICTURE, standings_picture(cells))
+    write_text(folder / PICTURE, standings_picture(entrants))
     return text
 
 
@@ -113,9 +113,10 @@ def ranked(cells: Sequence[Mapping[str, Any]]) -> list[Entrant]:
     return sorted(entrants, key=lambda entrant: -entrant.length(0.0).value)
 
 
-def standings(cells: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: under which conditions, the ranking, every domain, and which neighbours are really apart."""
-    entrants, costs = ranked(cells), Costs.of(cells)
+def standings(entrants: Sequence[Entrant]) -> str:
+    """Markdown: under which conditions, the ranking, every domain, and which are really apart."""
+    cells = [cell for entrant in entrants for cell in entrant.cells]
+    costs = Costs.of(cells)
     parts = [conditions(cells), table(*ranking(entrants, costs)), reading(cells, costs)]
     for temperature in (0.0, 1.0):
         parts.append(f"Acceptance length by domain at temperature {temperature:g}, with 95 % intervals:")
@@ -232,9 +233,8 @@ def name_of(entrant: Entrant) -> str:
     return entrant.name.replace("_", " ") + ("" if layout is None else f" ({layout})")
 
 
-def standings_picture(cells: Sequence[Mapping[str, Any]]) -> str:
+def standings_picture(entrants: Sequence[Entrant]) -> str:
     """Every drafter's acceptance length with its interval, on a ground of its own: pages may be dark."""
-    entrants = ranked(cells)
     bars = []
     for entrant in entrants:
         found = entrant.length(0.0)

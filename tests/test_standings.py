@@ -78,7 +78,7 @@ def test_the_ranking_is_by_greedy_acceptance_length_over_all_seeds() -> None:
 
 
 def test_standings_hold_conditions_every_drafter_and_every_domain() -> None:
-    text = standings(race({"dflash": [1.5, 1.5, 1.5], "dflash2": [1.9, 2.0, 2.1], "ngram": [1.2]}))
+    text = standings(ranked(race({"dflash": [1.5, 1.5, 1.5], "dflash2": [1.9, 2.0, 2.1], "ngram": [1.2]})))
     for part in ("Target tiny, float32 on cpu", "5 steps on 9 answers, seeds 1, 2, 3", "2 draft tokens", "2026-01-02"):
         assert part in text, part
     assert "identical to vanilla decoding in every cell" in text
@@ -91,7 +91,7 @@ def test_standings_hold_conditions_every_drafter_and_every_domain() -> None:
 def test_one_output_that_is_not_vanillas_is_said() -> None:
     cells = race({"dflash2": [1.9, 2.0], "ngram": [1.2]})
     cells[1]["measured"][0]["outputs_identical_to_vanilla"] = False
-    assert "NOT identical to vanilla decoding in every cell" in standings(cells)
+    assert "NOT identical to vanilla decoding in every cell" in standings(ranked(cells))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_one_output_that_is_not_vanillas_is_said() -> None:
 def test_a_difference_is_real_where_seeds_and_prompts_agree(
     ours: list[float], theirs: list[float], is_real: bool
 ) -> None:
-    text = standings(race({"ours": ours, "theirs": theirs}))
+    text = standings(ranked(race({"ours": ours, "theirs": theirs})))
     (line,) = [line for line in text.splitlines() if line.startswith("- ours")]
     assert ("a real difference" in line) == is_real and ("may be chance" in line) != is_real, line
 
@@ -152,14 +152,14 @@ def test_one_request_says_nothing_of_how_sure_it_is() -> None:
     for one in cells:
         for row in one["measured"]:
             row["requests"] = {"chat": row["requests"]["chat"][:1]}
-    text = standings(cells)
+    text = standings(ranked(cells))
     assert "a real difference" not in text and " to " not in text.split("\n\n")[1]
 
 
 def test_a_real_difference_of_one_training_is_said_to_be_of_one_seed() -> None:
     cells = race({"ours": [1.8, 1.8], "theirs": [1.5, 1.5]})
     cells = [one for one in cells if one["cell"]["seed"] == 1]
-    assert "real on these prompts, but of one seed" in standings(cells)
+    assert "real on these prompts, but of one seed" in standings(ranked(cells))
 
 
 def test_cells_are_read_back_as_written_with_a_line_for_every_part(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_cells_are_read_back_as_written_with_a_line_for_every_part(tmp_path: Pat
         write_text(tmp_path / f"{number}.json", cell_text(one))
     assert read_cells(tmp_path) == cells
     assert len((tmp_path / "0.json").read_text().splitlines()) == 2 + len(cells[0])
-    assert show_standings(tmp_path) == standings(cells) == (tmp_path / "standings.md").read_text()
+    assert show_standings(tmp_path) == standings(ranked(cells)) == (tmp_path / "standings.md").read_text()
     texts = texts_of((tmp_path / "standings.svg").read_text())
     assert {"ngram", "dflash2 (in_place)", "tokens a round, greedy"} <= set(texts)
 
@@ -195,7 +195,7 @@ def test_the_committed_race_is_whole(committed: list[dict[str, Any]]) -> None:
 
 def test_the_readmes_tables_and_picture_follow_from_the_committed_cells(committed: list[dict[str, Any]]) -> None:
     readme = (ROOT / "README.md").read_text()
-    text = standings(committed)
+    text = standings(ranked(committed))
     assert (RESULTS / "standings.md").read_text() == text
     tables = [block for block in text.split("\n\n") if block.startswith("|")]
     assert len(tables) == 3 and all(block in readme for block in tables[:2])

@@ -44,6 +44,7 @@ def main(node: DictConfig) -> None:
             if tracker is TrackerName.wandb:
                 show_in_wandb(report, wandb, folder, provenance(node, sys.argv))
             sys.stdout.write(render(write_summary(folder, read_stages(folder))))
+            sys.stdout.write(f"page: {folder / 'eval' / 'report.html'}\n")
 
 
 if __name__ == "__main__":

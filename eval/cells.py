@@ -5,7 +5,9 @@ does the rest when it is started again. Stages are the root scripts, as anyone w
 """
 
 import math
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -97,6 +99,8 @@ def run_race(config: RaceConfig, run_stage: RunStage | None = None) -> str:
     todo = [cell for cell in cells if cell.name not in finished]
     if todo:
         claim_folder(folder, plan)
+    else:
+        sys.stderr.write(f"race: all {len(cells)} cells asked for are finished in {results}\n")
     first_trained = next((cell for cell in todo if cell.seed is not None), None)
     shown = None
     for number, cell in enumerate(todo, start=1):
@@ -126,8 +130,11 @@ def plan_of(config: RaceConfig) -> dict[str, Any]:
     for name, value in numbers.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    if not config.seeds or len(set(config.seeds)) < len(config.seeds):
-        raise ValueError(f"seeds must be one or more different numbers, got {list(config.seeds)}")
+    if not config.seeds or len(set(config.seeds)) < len(config.seeds) or not all(0 <= x < 2**32 for x in config.seeds):
+        raise ValueError(f"seeds must be one or more different numbers from 0 to 2^32 - 1, got {list(config.seeds)}")
+    known = sorted(path.stem for path in (ROOT / "conf" / "experiment" / "train").glob("*.yaml"))
+    if config.recipe not in known:
+        raise ValueError(f"recipe={config.recipe}: no conf/experiment/train/{config.recipe}.yaml; there are {known}")
     for name in (*config.trained, *config.untrained):
         if not re.fullmatch(r"[a-z0-9_-]+", name):
             raise ValueError(f"trained, untrained: {name!r} becomes a file's name, and may have a-z, 0-9, _ and - only")
@@ -268,16 +275,23 @@ def alone_of(report: dict[str, Any], num_draft_tokens: int) -> dict[str, Any]:
 
 
 def run_script(launcher: Sequence[str], script: str, options: Sequence[str]) -> None:
-    """In a process of its own; `launcher`: the words before train.py, none = this Python."""
+    """In a process group of its own, so that a Ctrl-C reaches only the race, which asks the stage to end as after a
+    SIGTERM, with its work kept. `launcher`: the words before train.py, none = this Python."""
     words = list(launcher) if script == "train" and launcher else [sys.executable]
     command = [*words, str(ROOT / f"{script}.py"), *options]
     sys.stderr.write(f"race: {' '.join([f'{script}.py', *options])}\n")
     try:
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, process_group=0)
     except OSError as error:
         raise ValueError(f"launcher={list(launcher)} cannot be started ({error})") from error
-    if done.returncode != 0:
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
+        raise
+    if status != 0:
         raise ValueError(
-            f"{script}.py ended with status {done.returncode} (its message stands above); finished cells are kept, the "
-            "same command goes on from there"
+            f"{script}.py ended with status {status} (its message stands above); finished cells are kept, and the race "
+            "goes on from there when it is started again"
         )

@@ -140,17 +140,17 @@ def _split(row: Mapping[str, Any]) -> list[Finding | None]:
         return []
     length = row["acceptance_length"]
     choice = Finding(
-        "It knows the right token but drafts another",
+        "Often it knows the right token but drafts another",
         f"in {listed / (listed + missed):.0%} of the rejections the right token was among its likeliest 16; if that "
         f"were always drafted, there would be {oracle:.2f} tokens a round or more",
-        "What its kind allows: a stronger head over the draft before (DSpark: model.markov_rank, "
-        "model.markov_head=gated or rnn), several candidates at once (EAGLE-3: tree.num_nodes), or another kind of "
+        "What its kind allows: longer training, a wider head over the draft before (DSpark: model.markov_rank; "
+        "DFlash 2: model.selector_rank), several candidates at once (EAGLE-3: tree.num_nodes), or another kind of "
         "drafter."
         + (" At this temperature a part of it is the target's own chance." if row["temperature"] > 0 else ""),
         max(oracle - length, 0.0),
     )
     knowledge = Finding(
-        "It does not know the right token",
+        "Often it does not know the right token",
         f"in {missed / (listed + missed):.0%} of the rejections the right token was not among its likeliest 16",
         "More training data, then more steps; then more layers (model.num_layers) and features of more target layers "
         "(target.layer_ids). Where it has a reduced vocabulary, model.draft_vocab_size.",

@@ -123,6 +123,7 @@ class Harness:
         report["replay"] = self._replay(plans)
         report["server"] = None if serving is None else serving.report(passes)
         report["round_costs"] = self._round_costs([subject, *compared])
+        report["weights"] = {s.name: s.fingerprint for s in (subject, *compared) if s.folder is not None}
         report |= self._confidence_report(subject, passes)
         if self.config.simulate.enabled:
             report["simulation"] = self._simulation_report(subject, passes)

@@ -42,7 +42,7 @@ def render_page(report: Mapping[str, Any]) -> str:
     environment.globals |= {"figure": figure_of, "table": table_of}
     rows = [row for row in report["rows"] if row["task_set"] == "main"]
     pictures = {
-        "acceptance": charts.acceptance(report["rows"]),
+        "acceptance": charts.acceptance(rows),
         "differences": charts.differences(report["comparisons"]),
         "conditional": charts.conditional([row for row in rows if row["lossless"]]),
         "tasks": charts.tasks(rows),

@@ -10,6 +10,7 @@ from scipy import stats
 from eval.rounds import Generation
 
 RESAMPLES, LEVEL, SEED = 4000, 0.95, 0
+FEWEST_REQUESTS = 8  # of fewer a bootstrap's interval is much too narrow
 
 
 class Interval(NamedTuple):
@@ -38,8 +39,8 @@ def _resampled(requests: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def length_interval(generations: Sequence[Generation]) -> Interval | None:
-    """None where fewer than two requests had rounds."""
-    if sum(bool(g.rounds) for g in generations) < 2:
+    """None where fewer than FEWEST_REQUESTS had rounds."""
+    if sum(bool(g.rounds) for g in generations) < FEWEST_REQUESTS:
         return None
     return percentiles(resampled_lengths(generations))
 
@@ -53,20 +54,20 @@ def paired_interval(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> I
     """`difference_interval` of requests [N, 2] as `tokens_and_rounds` has them."""
     if len(ours) != len(theirs):
         raise ValueError(f"paired intervals need the same prompts, got {len(ours)} and {len(theirs)}")
-    if min(np.count_nonzero(one[:, 1]) for one in (ours, theirs)) < 2:
+    if min(np.count_nonzero(one[:, 1]) for one in (ours, theirs)) < FEWEST_REQUESTS:
         return None
     return percentiles(_resampled(ours) - _resampled(theirs))
 
 
 def resampled_over_seeds(seeds: Sequence[NDArray[np.float64]], stream: int) -> NDArray[np.float64] | None:
     """[RESAMPLES] of the mean over training seeds of the pooled acceptance length; `seeds` hold requests [N, 2] of the
-    same N prompts each. None where fewer than two requests had rounds.
+    same N prompts each. None where fewer than FEWEST_REQUESTS had rounds.
 
     Prompts are resampled, with the same ones for equally many prompts whatever the drafter, and so are seeds, by a
     `stream` of random numbers for each drafter. Resamples of S seeds vary too little, by sqrt((S - 1) / S) and by what
     Student's t adds to an interval of few; both are made up for. One seed: only prompts vary.
     """
-    if min(np.count_nonzero(requests[:, 1]) for requests in seeds) < 2:
+    if min(np.count_nonzero(requests[:, 1]) for requests in seeds) < FEWEST_REQUESTS:
         return None
     lengths = np.stack([_resampled(requests) for requests in seeds])
     mean, count = lengths.mean(axis=0), len(lengths)

@@ -49,7 +49,10 @@ def render(report: Mapping[str, Any]) -> str:
         equal = "equal" if check["outputs_identical_to_vanilla"] else "NOT EQUAL"
         lines.append(f"{check['num_prompts']} greedy outputs against transformers' own generate: {equal}.")
     if report.get("seconds"):
-        lines.append("seconds: " + ", ".join(f"{name} {value:.0f}" for name, value in report["seconds"].items()))
+        lines.append(
+            "seconds, all runs in this folder: "
+            + ", ".join(f"{name} {value:.0f}" for name, value in report["seconds"].items())
+        )
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -110,20 +113,23 @@ def evidence_line(row: Mapping[str, Any]) -> str | None:
 
 def lossless_line(found: Mapping[str, Any]) -> str:
     """Equality with plain decoding, task by task: p-values under 0.001 of some dozen would be a fault."""
-    parts = []
+    parts, untested = [], []
     for task in found["tasks"]:
         if "equal" in task:
             ties = f", {task['near_ties']} near ties" if task["near_ties"] else ""
             parts.append(f"{task['task']} {task['equal']} of {task['num_prompts']}{ties}")
         else:
-            values = (number(task[name], 3) for name in ("first_verified_token_p", "length_p"))
-            parts.append(f"{task['task']} p = {' and '.join(values)}")
-    what = (
-        "outputs equal to vanilla's"
-        if found["temperature"] == 0
-        else "same first verified tokens and lengths as vanilla"
-    )
-    return f"- {setting_of(found)} ({found['rule']}): {what}: {'; '.join(parts)}."
+            for name, what in (("first_verified_token_p", "first verified tokens"), ("length_p", "lengths")):
+                if task[name] is None:
+                    untested.append(f"{what} of {task['task']}")
+                else:
+                    parts.append(f"{what} of {task['task']} p = {task[name]:.3f}")
+    if found["temperature"] == 0:
+        said = f"outputs equal to vanilla's: {'; '.join(parts)}"
+    else:
+        said = f"compared with vanilla's: {'; '.join(parts)}" if parts else "not compared with vanilla's"
+        said += f"; too few for a test: {', '.join(untested)}" if untested else ""
+    return f"- {setting_of(found)} ({found['rule']}): {said}."
 
 
 def comparison_line(found: Mapping[str, Any]) -> str:

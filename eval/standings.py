@@ -26,10 +26,15 @@ class Length:
     value: float
     by_seed: list[float]
     resamples: NDArray[np.float64] | None  # None: too few prompts to say how sure it is
+    longest: int  # a round with all drafts accepted
 
     @property
     def interval(self) -> Interval | None:
-        return None if self.resamples is None else percentiles(self.resamples)
+        """Within what a length can be: of two seeds Student's t reaches far."""
+        if self.resamples is None:
+            return None
+        low, high = percentiles(self.resamples)
+        return Interval(max(low, 1.0), min(high, float(self.longest)))
 
 
 class Entrant:
@@ -53,7 +58,13 @@ class Entrant:
             chosen = [domains[domain]] if domain is not None else list(domains.values())
             seeds.append(np.array([request for part in chosen for request in part], dtype=float))
         pooled = [float(requests[:, 0].sum() / requests[:, 1].sum()) for requests in seeds]
-        return Length(mean(pooled), pooled, resampled_over_seeds(seeds, self.stream))
+        longest = self.cells[0]["plan"]["num_draft_tokens"] + 1
+        return Length(mean(pooled), pooled, resampled_over_seeds(seeds, self.stream), longest)
+
+    @property
+    def seeds(self) -> list[int]:
+        """Of its finished trainings; none of an untrained one."""
+        return [cell["cell"]["seed"] for cell in self.cells if cell["cell"]["seed"] is not None]
 
     @property
     def draft_seconds(self) -> float:
@@ -117,7 +128,7 @@ def standings(entrants: Sequence[Entrant]) -> str:
     """Markdown: under which conditions, the ranking, every domain, and which are really apart."""
     cells = [cell for entrant in entrants for cell in entrant.cells]
     costs = Costs.of(cells)
-    parts = [conditions(cells), table(*ranking(entrants, costs)), reading(cells, costs)]
+    parts = [conditions(cells), unequal_seeds(entrants), table(*ranking(entrants, costs)), reading(cells, costs)]
     for temperature in (0.0, 1.0):
         parts.append(f"Acceptance length by domain at temperature {temperature:g}, with 95 % intervals:")
         parts.append(table(*by_domain(entrants, temperature)))
@@ -137,12 +148,23 @@ def conditions(cells: Sequence[Mapping[str, Any]]) -> str:
     return (
         f"Target {row['target']}, {row['dtype']} on {row['device']}; trained drafters: {plan['num_steps']} steps on "
         f"{plan['num_answers']} answers, seeds {', '.join(map(str, seeds)) or '-'}; {plan['num_draft_tokens']} draft "
-        f"tokens, a chain, lossless rules; {row['num_prompts']} held-out prompts in batches of {row['batch_size']}, at "
-        f"most {row['max_new_tokens']} new tokens; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. "
-        f"{more}Acceptance lengths are pooled over rounds, the bonus token counted, and averaged over seeds; intervals "
-        "(95 %) are a bootstrap over prompts and, of trained drafters, seeds (Student's t for so few). Greedy outputs "
-        f"are {vanilla} ({near_ties} near ties)."
+        f"tokens, a chain, lossless rules; {row['num_prompts']} held-out prompts in batches of "
+        f"{min(row['batch_size'], row['num_prompts'])}, at most {row['max_new_tokens']} new tokens; "
+        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}. {more}Acceptance lengths are pooled over "
+        "rounds, the bonus token counted, and averaged over seeds; intervals (95 %) are a bootstrap over prompts and, "
+        "of trained drafters, seeds (widened by Student's t, as they are few). "
+        f"Greedy outputs are {vanilla} ({near_ties} near ties)."
     )
+
+
+def unequal_seeds(entrants: Sequence[Entrant]) -> str:
+    """Says which trained drafters have not run all seeds that others have; empty where all have."""
+    everything = sorted({seed for entrant in entrants for seed in entrant.seeds})
+    fewer = [entrant for entrant in entrants if entrant.seeds and entrant.seeds != everything]
+    if not fewer:
+        return ""
+    named = "; ".join(f"{name_of(entrant)} {', '.join(map(str, entrant.seeds))}" for entrant in fewer)
+    return f"NOT all of these seeds have run for every drafter yet. Only some for: {named}."
 
 
 def reading(cells: Sequence[Mapping[str, Any]], costs: Costs) -> str:
@@ -152,7 +174,8 @@ def reading(cells: Sequence[Mapping[str, Any]], costs: Costs) -> str:
         f"median speed, without start-up, answers and features. Drafting: {drafts} tokens for one request. Estimated "
         "speed: of one greedy request against decoding without drafts, from the acceptance length and the costs of a "
         f"round ({1e3 * costs.verify:.0f} ms for verifying {drafts + 1} tokens, {1e3 * costs.vanilla:.0f} ms for one "
-        f"token; {' or '.join(map(str, threads))} threads, medians of all cells)."
+        f"token; {' or '.join(map(str, threads))} threads, medians of all cells; more tokens never cost less, what was "
+        "timed otherwise is levelled). It has no interval, and other work on the machine shows in it."
     )
 
 

@@ -19,4 +19,6 @@ $bin/python generate.py experiment=demo
 "${launch[@]}" extract.py experiment=demo
 "${launch[@]}" train.py experiment=demo model=dspark
 $bin/python eval.py experiment=demo "${extra[@]}" > /dev/null
-$bin/python export.py experiment=demo
+$bin/python export.py experiment=demo > /dev/null
+cat $run/summary.md
+echo "The report is $run/eval/report.html; vLLM loads $run/export, whose README.md says how."

@@ -2,7 +2,7 @@
 # Serves a target with a drafter in llama.cpp: launch/serve_llamacpp.sh TARGET.gguf DRAFTER.gguf [NUM_DRAFT_TOKENS]
 # NUM_DRAFT_TOKENS: 0 = no speculation; 4 unless given. HOST, PORT: 127.0.0.1, 8080 unless set.
 # With llama-server on the PATH it is that, with its default settings but for the drafter; otherwise the PyPI package
-# xllamacpp (make test-engines installs it), computing in float32 on the CPU.
+# xllamacpp (make .venv/engines installs it), computing in float32 on the CPU.
 set -euo pipefail
 if (($# < 2)); then
   sed -n '2,5s/^# //p' "$0" >&2

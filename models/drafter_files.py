@@ -43,7 +43,10 @@ def resolve_folder(draft: str, *, option: str = "draft", allow_pickle: bool = Fa
         return download(draft, patterns, option)
     path = Path(draft)
     if not path.is_dir():
-        raise ValueError(f"{option}={path}: no such folder")
+        more = ", vanilla, ngram or first_layers:N" if option == "draft" else ""
+        raise ValueError(f"{option}={path}: no such folder; name a drafter's, a run's checkpoints/ or org/name{more}")
+    if not (path / CONFIG).is_file() and any(path.glob("*.gguf")):
+        raise ValueError(f"{option}={path} holds GGUF files, which llama.cpp reads; name what they were exported from")
     folders = step_folders(path)
     return folders[-1] if folders else path
 

@@ -23,7 +23,7 @@ METHODS = {
     "Qwen3DSparkModel": "dspark",
     "Gemma4DSparkModel": "dspark",
     "DFlashDraftModel": "dflash",
-    "DFlash2DraftModel": "dflash",  # vLLM: the V2 runner only
+    "DFlash2DraftModel": "dflash",
     "LlamaForCausalLMEagle3": "eagle3",
     "Eagle3Qwen3ForCausalLM": "eagle3",
     "Eagle3DraftModel": "eagle3",  # speculators
@@ -31,6 +31,12 @@ METHODS = {
     "Qwen3Eagle3Model": "eagle3",
     "Gemma4Eagle3Model": "eagle3",
 }
+
+SECOND_RUNNER_ONLY = {"Qwen3DSparkModel", "Gemma4DSparkModel", "DSparkDraftModel", "DFlash2DraftModel"}
+SECOND_RUNNER = (
+    "Only vLLM's second model runner has this drafter: 0.32 takes it by itself on a GPU, and says where another option "
+    "stands against it; `VLLM_USE_V2_MODEL_RUNNER=1` asks for it."
+)
 
 
 @dataclass
@@ -154,10 +160,10 @@ def serve_command(drafter: Drafter, engine: Engine, target: str, *, calibrated: 
         return "For DeepSpec's evaluator. " + (
             f"vLLM reads it, too:\n\n{text}" if served else "To serve it, export it with engine=vllm or engine=sglang."
         )
-    return (
-        text
-        + "\n\nWithout `draft_sample_method` drafts are greedy: as lossless, but not how it was trained and measured."
-    )
+    text += "\n\nWithout `draft_sample_method` drafts are greedy: as lossless, but not how it was trained and measured."
+    if config["architectures"][0] in SECOND_RUNNER_ONLY:
+        text += f" {SECOND_RUNNER}"
+    return text
 
 
 def _command(*lines: str) -> str:

@@ -2,6 +2,10 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -77,8 +81,8 @@ def without_times(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_race_trains_and_measures_every_cell_alike_and_goes_on_where_it_was_ended(
-    script: Script, tiny_race: RaceConfig, tmp_path: Path
+def test_a_race_trains_and_measures_every_cell_alike_and_once(
+    script: Script, tiny_race: RaceConfig, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     whole = Stages(script)
     shown = run_race(tiny_race, whole)
@@ -104,7 +108,17 @@ def test_a_race_trains_and_measures_every_cell_alike_and_goes_on_where_it_was_en
     assert shown == (results / "standings.md").read_text() and "dflash2 (in_place)" in shown
     assert "identical to vanilla decoding in every cell" in shown and "NOT" not in shown
 
-    # Ended in the place of the second training and of the extraction after it, then left to itself.
+    nothing = Stages(script)
+    run_race(tiny_race, nothing)
+    assert nothing.names == []
+    assert f"all 4 cells asked for are finished in {results}" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_race_goes_on_where_it_was_ended(script: Script, tiny_race: RaceConfig, tmp_path: Path) -> None:
+    """In the place of the second training and of the extraction after it, then left to itself: its cells are those of a
+    race that was not disturbed."""
+    run_race(tiny_race, Stages(script))
     copy = replace(tiny_race, output_dir=str(tmp_path / "again"), results=str(tmp_path / "again" / "results"))
     ran = []
     for last in (6, 1, None):
@@ -116,10 +130,7 @@ def test_a_race_trains_and_measures_every_cell_alike_and_goes_on_where_it_was_en
         ran.append(stages.names)
     assert ran[0] == ["eval", "eval", "generate", "extract", "train", "eval"]
     assert ran[1] == ["generate"] and ran[2] == ["generate", "extract", "train", "eval"]
-    assert without_times(Path(copy.results)) == without_times(results)
-    nothing = Stages(script)
-    run_race(copy, nothing)
-    assert nothing.names == []
+    assert without_times(Path(copy.results)) == without_times(Path(tiny_race.results))
 
 
 def test_a_cell_of_another_race_is_refused_and_left_alone(
@@ -209,6 +220,31 @@ def test_a_launcher_that_is_not_there_is_named() -> None:
         run_script(["nowhere"], "train", [])
 
 
+@pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_race_that_is_ended_ends_its_stage_first(tmp_path: Path, sent: signal.Signals) -> None:
+    """By Ctrl-C or a SIGTERM to race.py alone: the stage has a SIGTERM's time to keep its work, and none is left.
+    One line says so."""
+    kept, began = tmp_path / "kept", tmp_path / "began"
+    stage = f"trap 'echo work > {kept}; exit 0' TERM; touch {began}; while :; do sleep 0.05; done"
+    program = f"""
+import runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests with it ignored
+import eval.cells as cells
+cells.run_race = lambda config: cells.run_script(["bash", "-c", {stage!r}], "train", [])
+sys.argv = ["race.py"]
+runpy.run_path("race.py", run_name="__main__")
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not began.exists():
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(sent)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130 and kept.read_text() == "work\n"
+    lines = [line for line in error.splitlines() if line.startswith("race.py") or "Traceback" in line]
+    assert lines == ["race.py: stopped; finished cells are kept, and the same command goes on from there"]
+
+
 def test_a_budget_scales_steps_answers_and_prompts_and_nothing_else() -> None:
     full, half = configured(f"budget_minutes={FULL_MINUTES}"), configured(f"budget_minutes={FULL_MINUTES / 2}")
     scaled = {name: value for name, value in plan_of(half).items() if value != plan_of(full)[name]}
@@ -245,8 +281,10 @@ def test_all_drafters_train_under_equal_conditions() -> None:
         (["budget_minutes=inf"], r"budget_minutes must be above 0 and finite, got inf"),
         (["full.num_steps=0"], r"full\.num_steps must be at least 1, got 0"),
         (["num_draft_tokens=0"], r"num_draft_tokens must be at least 1, got 0"),
-        (["seeds=[]"], r"seeds must be one or more different numbers, got \[\]"),
-        (["seeds=[1,1]"], r"seeds must be one or more different numbers, got \[1, 1\]"),
+        (["seeds=[]"], r"seeds must be one or more different numbers from 0 to .*, got \[\]"),
+        (["seeds=[1,1]"], r"seeds must be one or more different numbers from 0 to .*, got \[1, 1\]"),
+        (["seeds=[-1]"], r"seeds must be .* from 0 to .*, got \[-1\]"),
+        (["recipe=nowhere"], r"recipe=nowhere: no conf/experiment/train/nowhere\.yaml; there are .*'race'"),
         (["drafters=[medusa]"], r"drafters=\['medusa'\]: no medusa; there are ngram, .*dflash2"),
         (["drafters=[]"], r"drafters=\[\]: none is left to race"),
         (["+untrained.Ngram=ngram"], r"'Ngram' becomes a file's name"),
@@ -260,13 +298,12 @@ def test_options_that_make_no_race_are_named(overrides: list[str], message: str)
     assert not stages
 
 
-def test_a_stage_that_fails_is_named_and_leaves_no_cell(tiny_target_config: TargetConfig, tmp_path: Path) -> None:
-    """By the real script: the draft does not exist."""
+def test_a_stage_that_fails_is_named_and_leaves_no_cell(tmp_path: Path) -> None:
     config = configured("drafters=[ngram]", f"output_dir={tmp_path}")
-    config.untrained["ngram"] = str(tmp_path / "nowhere")
-    config.target_options = ["target=custom", f"target.path={tiny_target_config.path}"]
-    with pytest.raises(ValueError, match=r"eval\.py ended with status 2 .*the same command goes on from there"):
-        run_race(config)
+    with pytest.raises(
+        ValueError, match=r"train\.py ended with status 1 .* goes on from there when it is started again"
+    ):
+        run_race(config, lambda *_: run_script(["false"], "train", []))
     assert not list(Path(config.results).glob("*.json"))
 
 

@@ -25,8 +25,8 @@ from tests.test_decode import config_of
 BROKEN = "The drafter does not get what it was trained on"
 BEATEN = "Looking up the prompt does better"
 BY_HEART = "It does not carry over to these prompts"
-CHOICE = "It knows the right token but drafts another"
-KNOWLEDGE = "It does not know the right token"
+CHOICE = "Often it knows the right token but drafts another"
+KNOWLEDGE = "Often it does not know the right token"
 FALLING = "Later drafts are guessed worse than the first"
 SHORT = "Its blocks are short"
 

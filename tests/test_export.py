@@ -261,3 +261,6 @@ def test_a_card_says_how_the_engine_serves_it(engine: Engine) -> None:
         assert commands[engine] in text
         said = {Engine.sglang: f"--speculative-algorithm {algorithm}", Engine.gguf: f"--spec-type {kind}"}
         assert said.get(engine, f'"method": "{method}"') in text
+        served_by_vllm = engine in (Engine.vllm, Engine.speculators)
+        assert ("VLLM_USE_V2_MODEL_RUNNER=1" in text) == (served_by_vllm and method == "dspark"), name
+    assert "VLLM_USE_V2_MODEL_RUNNER=1" in serve_command(build(DRAFTERS["dflash2"]), Engine.vllm, "org/target")

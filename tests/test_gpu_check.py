@@ -27,6 +27,7 @@ def run(monkeypatch: pytest.MonkeyPatch, out: Path, *options: str) -> tuple[int,
     return status, json.loads(out.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_the_check_passes_small_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture

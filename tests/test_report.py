@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from eval.autotune import LengthChoice
-from eval.markdown import render, speed_remark
-from eval.report import build_report, model_card, row_of, write_summary
+from eval.markdown import lossless_line, render, speed_remark
+from eval.report import build_report, measurement_of, model_card, row_of, write_summary
 from eval.rounds import Generation, Round
 from eval.stats import Pass
 from eval.subject import VANILLA, Subject, told_apart
@@ -166,8 +166,9 @@ def requests(tokens_of_rounds: list[list[int]], *, num_drafts: int = 4) -> list[
 
 
 def test_pooled_and_per_request_lengths_are_told_apart_by_name() -> None:
-    """10 tokens in 10 rounds and 90 in 30: pooled 100 / 40, per request the mean of 1 and 3."""
-    measured = replace(pass_of("dspark", accepted=2, seconds=1.0), generations=requests([[1] * 10, [3] * 30]))
+    """10 tokens in 10 rounds and 90 in 30: pooled 100 / 40, per request the mean of 1 and 3; four of each."""
+    of = {"generations": requests([[1] * 10, [3] * 30] * 4), "domains": ["math"] * 8, "prompts": [[1]] * 8}
+    measured = replace(pass_of("dspark", accepted=2, seconds=1.0), **of)
     row = row_of(measured, None)
     assert (row["acceptance_length"], row["acceptance_length_per_request"]) == (2.5, 2.0)
     head, _, cells = (
@@ -236,12 +237,12 @@ def test_the_summary_merges_seconds_and_the_largest_memory_of_all_stages(tmp_pat
     assert (tmp_path / "summary.md").read_text() == "no evaluation yet\n"
     write_json(tmp_path / "eval" / "report.json", some_report())
     write_summary(tmp_path, stages)
-    assert "seconds: train 10, eval 5" in (tmp_path / "summary.md").read_text()
+    assert "seconds, all runs in this folder: train 10, eval 5" in (tmp_path / "summary.md").read_text()
 
 
 def test_a_model_card_says_how_to_serve_what_was_measured_and_where_it_comes_from() -> None:
     provenance = {"git_commit": "abc123", "versions": {"torch": "2.13"}, "command": "train.py model=dspark"}
-    card = model_card(some_report(), "DSpark", "tiny", provenance, serving="vllm serve it")
+    card = model_card("DSpark", "tiny", provenance, serving="vllm serve it", measured="| dspark 1.5")
     for part in (
         "# DSpark drafter for tiny",
         "vllm serve it",
@@ -250,4 +251,27 @@ def test_a_model_card_says_how_to_serve_what_was_measured_and_where_it_comes_fro
         "train.py model=",
     ):
         assert part in card
-    assert "Not measured yet" in model_card({}, "DSpark", "tiny", {}, serving="")
+
+
+def test_sampled_outputs_that_were_too_few_for_a_test_are_not_called_equal() -> None:
+    about = {"drafter": "dspark", "temperature": 1.0, "num_draft_tokens": 4, "lossless": True, "rule": "ratio"}
+    none = {"task": "math", "num_prompts": 3, "first_verified_token_p": None, "length_p": None}
+    some = {"task": "code", "num_prompts": 9, "first_verified_token_p": None, "length_p": 0.25}
+    untested = lossless_line(about | {"tasks": [none]})
+    assert untested.endswith(
+        "not compared with vanilla's; too few for a test: first verified tokens of math, lengths of math."
+    )
+    tested = lossless_line(about | {"tasks": [none, some]})
+    assert "compared with vanilla's: lengths of code p = 0.250; too few for a test: first verified" in tested
+
+
+def test_a_card_has_the_numbers_of_just_these_weights(tmp_path: Path) -> None:
+    """Not those of whatever else was measured in a run folder, and those of the drafter's own run wherever it goes."""
+    for name, weights in (("other", "b" * 64), ("own", "a" * 64)):
+        write_json(tmp_path / name / "eval" / "report.json", some_report() | {"weights": {f"dspark {name}": weights}})
+    folders = [tmp_path / "nowhere", tmp_path / "other", tmp_path / "own"]
+    exact, rounded = (measurement_of("a" * 64, folders, dtype=dtype) for dtype in ("float32", "bfloat16"))
+    assert "This drafter is `dspark own`.\n" in exact and "| dspark" in exact
+    assert "not yet rounded to bfloat16" in rounded
+    assert measurement_of("a" * 64, folders[:2], dtype="float32").startswith("Not measured yet")
+    assert "| dspark" not in measurement_of("c" * 64, folders, dtype="float32")

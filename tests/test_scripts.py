@@ -88,7 +88,7 @@ def test_the_whole_path_on_a_tiny_target(script: Script, prompts_file: Path, fin
     assert report["outputs_identical_to_vanilla"] and report["transformers_generate"]["outputs_identical_to_vanilla"]
     assert set(report["seconds"]) >= {"generate", "extract", "train", "eval", "export"}
     assert {row["drafter"] for row in report["rows"]} == {"vanilla", "ngram", "dspark"}
-    assert "acceptance length" in shown and "| dspark" in shown
+    assert f"in {finished_run / 'export'}: README.md, config.json, model.safetensors" in shown
     assert (finished_run / "export" / "README.md").read_text().count("| dspark") >= 2
 
 
@@ -222,6 +222,13 @@ def test_an_unknown_engine_is_named_with_the_choices(
 ) -> None:
     error = fails("export", f"output_dir={finished_run}", "engine=ggml", f"out={tmp_path / 'out'}")
     assert "deepspec, vllm, speculators, sglang, gguf" in error and "ggml" in error and not (tmp_path / "out").exists()
+
+
+def test_a_gguf_target_is_written_with_gguf_drafters_alone(
+    fails: Callable[..., str], finished_run: Path, tmp_path: Path
+) -> None:
+    error = fails("export", f"output_dir={finished_run}", "with_target=true", f"out={tmp_path / 'out'}")
+    assert "with_target=true" in error and "engine=vllm" in error and not (tmp_path / "out").exists()
 
 
 def test_a_second_run_keeps_finished_work(script: Script, prompts_file: Path, finished_run: Path) -> None:
@@ -361,7 +368,10 @@ def test_a_checkpoint_with_a_missing_or_an_extra_key_is_refused(
 
 
 def test_a_missing_drafter_folder_is_named(fails: Callable[..., str], tmp_path: Path) -> None:
-    assert "no such folder" in fails("eval", f"output_dir={tmp_path}", f"draft={tmp_path / 'nowhere'}")
+    error = fails("eval", f"output_dir={tmp_path}", f"draft={tmp_path / 'nowhere'}")
+    assert "no such folder" in error and "first_layers:N" in error
+    (tmp_path / "dspark.gguf").touch()
+    assert "holds GGUF files" in fails("eval", f"output_dir={tmp_path}", f"draft={tmp_path}")
 
 
 def test_a_missing_target_folder_is_named(fails: Callable[..., str], tmp_path: Path) -> None:

@@ -146,12 +146,31 @@ def test_nineteen_of_twenty_intervals_of_three_seeds_hold_the_true_length(spread
     assert held >= 89
 
 
-def test_one_request_says_nothing_of_how_sure_it_is() -> None:
-    assert resampled_over_seeds([np.array([[9.0, 5.0], [0.0, 0.0]])], 0) is None
+def test_drafters_that_have_not_run_all_seeds_are_named() -> None:
+    cells = race({"dflash": [1.5, 1.5, 1.5], "dflash2": [1.9, 2.0, 2.1], "ngram": [1.2]})
+    assert "NOT all" not in standings(ranked(cells))
+    text = standings(ranked([one for one in cells if (one["cell"]["drafter"], one["cell"]["seed"]) != ("dflash", 2)]))
+    assert "NOT all of these seeds have run for every drafter yet. Only some for: dflash (in_place) 1, 3." in text
+
+
+def test_no_interval_leaves_what_a_length_can_be() -> None:
+    """At least one token a round, and no more than all drafts and the bonus; two seeds say very little."""
+    for values in ([1.01, 1.12], [2.8, 2.99]):
+        (entrant,) = ranked(race({"dflash2": values}))
+        length = entrant.length(0.0)
+        assert length.resamples is not None and length.interval is not None
+        low, high = percentiles(length.resamples)
+        assert low < 1 or high > 3
+        assert 1 <= length.interval.low < length.interval.high <= 3
+
+
+@pytest.mark.parametrize("count", [1, 4, 7])
+def test_few_requests_say_nothing_of_how_sure_it_is(count: int) -> None:
+    assert resampled_over_seeds([np.array([[9.0, 5.0]] * count + [[0.0, 0.0]] * 9)], 0) is None
     cells = race({"dflash2": [1.9], "ngram": [1.2]})
     for one in cells:
         for row in one["measured"]:
-            row["requests"] = {"chat": row["requests"]["chat"][:1]}
+            row["requests"] = {"chat": row["requests"]["chat"][:count]}
     text = standings(ranked(cells))
     assert "a real difference" not in text and " to " not in text.split("\n\n")[1]
 
@@ -199,6 +218,7 @@ def test_the_readmes_tables_and_picture_follow_from_the_committed_cells(committe
     assert (RESULTS / "standings.md").read_text() == text
     tables = [block for block in text.split("\n\n") if block.startswith("|")]
     assert len(tables) == 3 and all(block in readme for block in tables[:2])
+    assert all(block in readme for block in text.split("\n\n") if block.startswith(("Target", "`draft k`")))
     assert all(line in readme for line in text.splitlines() if line.startswith("- "))
     assert "results/race/standings.svg" in readme and "python race.py results=results/race" in readme
     ElementTree.fromstring((RESULTS / "standings.svg").read_text())

@@ -129,6 +129,8 @@ def train(
         finally:
             for tracker in run.trackers:
                 tracker.close()
+        if done == num_steps:
+            log.info("train: finished %d steps; weights in %s", done, step_folder(run.checkpoints, done))
         return step_folder(run.checkpoints, done)
 
 

@@ -165,6 +165,7 @@ def test_a_cell_of_another_race_is_refused_and_left_alone(
         run_race(replace(elsewhere, output_dir=str(tmp_path / "demo"), results=str(tmp_path / "demo")), stages)
 
 
+@pytest.mark.slow
 def test_options_of_a_user_cannot_make_cells_unequal(script: Script, tiny_race: RaceConfig) -> None:
     """Greedily and sampled, by lossless rules, with the race's own numbers of drafts and steps."""
     tiny_race.drafters, tiny_race.seeds = ["ngram", "dspark_vanilla"], [1]
@@ -191,6 +192,7 @@ def test_the_committed_race_is_the_one_that_the_readme_asks_for() -> None:
     assert finished_cells(ROOT / config.results, cells, plan_of(config)) == {cell.name for cell in cells}
 
 
+@pytest.mark.slow
 def test_two_depths_of_the_target_are_timed_apart(script: Script, tiny_race: RaceConfig) -> None:
     """They are measured in one folder, where costs are kept."""
     tiny_race.drafters = ["first_10_layers", "first_27_layers"]

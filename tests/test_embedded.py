@@ -203,6 +203,7 @@ embedded.ensure_embedded_target(folder, package="{package}", gguf_file="{gguf_fi
 """
 
 
+@pytest.mark.slow
 def test_killed_conversion_leaves_no_folder_and_the_next_call_finishes(wheel: Path, tmp_path: Path) -> None:
     script = KILLED_BEFORE_RENAME.format(package=PACKAGE, gguf_file=GGUF_FILE)
     folder = tmp_path / "toy"

@@ -305,6 +305,7 @@ def test_dense_attention_keeps_more_than_flex(config_alone: Path) -> None:
     assert kept[1] > 1.4 * kept[0]
 
 
+@pytest.mark.slow
 def test_train_py_prints_the_estimate_and_stops(
     tiny_target_config: TargetConfig, tiny_store: FeatureStore, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

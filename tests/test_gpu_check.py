@@ -82,6 +82,7 @@ def test_the_dense_step_has_the_gradients_of_ours(kind: str, dense: Callable[...
         assert (a - b).norm() < 1e-4 * b.norm(), name
 
 
+@pytest.mark.slow
 def test_a_wrong_loss_fails_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     def check() -> None:
         passed, text, _ = gpu_steps.check_steps(TINY, "dspark", compiled=False)

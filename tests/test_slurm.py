@@ -111,6 +111,13 @@ def test_a_failed_launcher_fails_the_job_and_queues_nothing(tmp_path: Path, two_
     assert not (tmp_path / "scontrol").exists()
 
 
+def test_what_cannot_be_tidied_up_changes_no_exit_status(tmp_path: Path, two_nodes: Path) -> None:
+    """A node that is still starting may write where the others' launchers were noted."""
+    (two_nodes / ".venv" / "bin" / "accelerate").write_text("#!/usr/bin/env bash\nexit 3\n")
+    fails = {"BASH_FUNC_rm%%": "() { return 1; }"}
+    assert start("train.sbatch", tmp_path, two_nodes, **NODES, **fails).wait(20) == 3
+
+
 @pytest.mark.parametrize("signalling", ["0", "1"])
 def test_a_checkpoint_that_fails_at_the_time_limit_queues_nothing(
     tmp_path: Path, two_nodes: Path, signalling: str

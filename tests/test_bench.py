@@ -70,6 +70,7 @@ def test_the_bench_of_extraction_names_what_it_measured(
     assert sum(int(line.rsplit(" ", 1)[1]) for line in lengths[1:]) == 6
 
 
+@pytest.mark.slow
 def test_the_packing_row_compares_equal_losses_of_equal_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the row asserts before it measures, at a small size; that times fall in line is the bench's own matter."""
     for name, value in {"VOCAB_SIZE": 99, "FIXED_ANCHORS": 192, "ROUNDS": 1}.items():
@@ -109,6 +110,7 @@ def test_the_loop_over_single_sequences_is_plain_decoding_and_this_runtimes_roun
     assert len(calls) == sum(1 + len(generation.rounds) for generation in ours)
 
 
+@pytest.mark.slow
 def test_the_rows_of_decoding_compare_equal_outputs(
     monkeypatch: pytest.MonkeyPatch,
     tiny_target: Target,

@@ -222,7 +222,8 @@ def test_a_launcher_that_is_not_there_is_named() -> None:
         run_script(["nowhere"], "train", [])
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_race_that_is_ended_ends_its_stage_first(tmp_path: Path, sent: signal.Signals) -> None:
     """By Ctrl-C or a SIGTERM to race.py alone: the stage has a SIGTERM's time to keep its work, and none is left.
     One line says so."""

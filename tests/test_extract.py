@@ -272,6 +272,7 @@ def test_batches_hold_every_record_once_within_their_size() -> None:
     assert list(batches_by_length([100], tokens_per_batch=64)) == [[0]], "a record longer than a batch is its own"
 
 
+@pytest.mark.slow
 def test_a_target_that_two_processes_share_gives_the_features_of_one(
     run: Run, tmp_path: Path, tiny_target_config: TargetConfig
 ) -> None:

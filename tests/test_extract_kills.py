@@ -169,6 +169,7 @@ def kills_at_random(run: Run, tmp_path: Path, wanted: dict[str, bytes], num_kill
     return num_half
 
 
+@pytest.mark.slow
 def test_three_kills_at_random_times_change_no_byte(run: Run, tmp_path: Path, wanted: dict[str, bytes]) -> None:
     kills_at_random(run, tmp_path, wanted, 3)
 
@@ -200,6 +201,7 @@ def test_a_run_that_is_asked_to_stop_ends_with_whole_shards(
     assert files_of(Path(config.store)) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_chats", [NUM_CHATS, RECORDS_PER_SHARD])
 def test_two_processes_make_the_bytes_of_one(
     run: Run, tmp_path: Path, tiny_target: Target, tiny_target_config: TargetConfig, num_chats: int

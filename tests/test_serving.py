@@ -179,6 +179,7 @@ def test_another_target_of_the_same_tokenizer_is_a_cause(
     assert "quantised" in row["causes"][0] and "its target is bfloat16, here it is float32" in row["causes"][-1]
 
 
+@pytest.mark.slow
 def test_sampled_answers_are_compared_by_an_interval(
     fake: Callable[..., FakeEngine], measure: Callable[..., dict[str, Any]]
 ) -> None:

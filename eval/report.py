@@ -193,15 +193,16 @@ CALIBRATED = (
 def measurement_of(fingerprint: str, folders: Sequence[Path], *, dtype: str) -> str:
     """Markdown for a model card: the first report in these run folders that has a drafter of just these weights, whose
     export has them in `dtype`."""
-    for folder in dict.fromkeys(folders):
+    places = list(dict.fromkeys(folders))
+    for folder in places:
         path = folder / "eval" / "report.json"
         report = read_json(path) if path.is_file() else {}
         names = [name for name, weights in report.get("weights", {}).items() if weights == fingerprint]
         if names:
             rounded = "" if dtype == "float32" else f", with weights that were not yet rounded to {dtype}"
             return f"This drafter is `{names[0]}`{rounded}.\n\n{render(report)}"
-    places = " or ".join(map(str, dict.fromkeys(folders)))
-    return f"Not measured yet: {places} has no report of these weights; run eval.py, then export again.\n"
+    named = " or ".join(map(str, places))
+    return f"Not measured yet: {named} has no report of these weights; run eval.py, then export again.\n"
 
 
 def model_card(

@@ -32,7 +32,6 @@ METHODS = {
     "Gemma4Eagle3Model": "eagle3",
 }
 
-SECOND_RUNNER_ONLY = {"Qwen3DSparkModel", "Gemma4DSparkModel", "DSparkDraftModel", "DFlash2DraftModel"}
 SECOND_RUNNER = (
     "Only vLLM's second model runner has this drafter: 0.32 takes it by itself on a GPU, and says where another option "
     "stands against it; `VLLM_USE_V2_MODEL_RUNNER=1` asks for it."
@@ -161,7 +160,7 @@ def serve_command(drafter: Drafter, engine: Engine, target: str, *, calibrated: 
             f"vLLM reads it, too:\n\n{text}" if served else "To serve it, export it with engine=vllm or engine=sglang."
         )
     text += "\n\nWithout `draft_sample_method` drafts are greedy: as lossless, but not how it was trained and measured."
-    if config["architectures"][0] in SECOND_RUNNER_ONLY:
+    if method == "dspark" or config["architectures"][0] == "DFlash2DraftModel":
         text += f" {SECOND_RUNNER}"
     return text
 

@@ -311,6 +311,17 @@ def test_a_stage_that_fails_is_named_and_leaves_no_cell(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_script_that_fails_is_named_with_its_status(tiny_target_config: TargetConfig, tmp_path: Path) -> None:
+    """By the real script: the draft does not exist."""
+    config = configured("drafters=[ngram]", f"output_dir={tmp_path}")
+    config.untrained["ngram"] = str(tmp_path / "nowhere")
+    config.target_options = ["target=custom", f"target.path={tiny_target_config.path}"]
+    with pytest.raises(ValueError, match=r"eval\.py ended with status 2 .* goes on from there"):
+        run_race(config)
+    assert not list(Path(config.results).glob("*.json"))
+
+
+@pytest.mark.slow
 def test_race_py_races_all_drafters_in_a_tiny_budget(
     tiny_target_config: TargetConfig, prompts_file: Path, tmp_path: Path
 ) -> None:

@@ -81,14 +81,15 @@ def test_the_whole_path_on_a_tiny_target(script: Script, prompts_file: Path, fin
     script("generate", out, f"prompts={prompts_file}", "max_new_tokens=20", "batch_size=8")
     script("extract", out, "feature_dtype=float32", "records_per_shard=10")
     script("train", out, "num_steps=30", "batch_size=8", "optim.learning_rate=5e-3", *TINY_MODEL)
-    script("eval", *evaluate, "temperature=[0,1]", "num_draft_tokens=auto", "check_transformers=2")
-    shown = script("export", out)
+    shown = script("eval", *evaluate, "temperature=[0,1]", "num_draft_tokens=auto", "check_transformers=2")
+    exported = script("export", out)
     report = json.loads((finished_run / "summary.json").read_text())
     assert report["drafter"] == "dspark" and report["num_draft_tokens"] == 3
     assert report["outputs_identical_to_vanilla"] and report["transformers_generate"]["outputs_identical_to_vanilla"]
     assert set(report["seconds"]) >= {"generate", "extract", "train", "eval", "export"}
     assert {row["drafter"] for row in report["rows"]} == {"vanilla", "ngram", "dspark"}
-    assert f"in {finished_run / 'export'}: README.md, config.json, model.safetensors" in shown
+    assert "acceptance length" in shown and "| dspark" in shown
+    assert f"in {finished_run / 'export'}: README.md, config.json, model.safetensors" in exported
     assert (finished_run / "export" / "README.md").read_text().count("| dspark") >= 2
 
 
